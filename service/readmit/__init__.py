@@ -1,0 +1,1 @@
+"""The recovery service: supervision, semantic readiness, accounting, and a reference engine."""
