@@ -1,0 +1,51 @@
+"""Arenas: one rank's bytes behind file descriptors that outlive their creator.
+
+`memfd` keeps them in host memory, `cuda_vmm` in GPU memory. A manifest (`weightcache.manifest`) describes what lies
+where; a descriptor is the handle in both cases and travels over a Unix socket.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from weightcache.manifest import Manifest
+
+ALIGNMENT = 256
+"""Every tensor starts at a multiple of this many bytes: the widest alignment that CPU and GPU kernels ask for."""
+
+
+def align(offset: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of ``alignment`` at or after ``offset``."""
+    return -(-offset // alignment) * alignment
+
+
+class WritableArena(Protocol):
+    """An arena while it is being filled."""
+
+    kind: str
+    size: int
+
+    def write(self, offset: int, tensor: "torch.Tensor") -> None:
+        """Copy a contiguous tensor's bytes to ``offset``."""
+
+    def seal(self) -> list[int]:
+        """End writing; the descriptors (owned by the caller) that hold the bytes from now on, in order."""
+
+    def chunks(self) -> list[int]:
+        """The size in bytes of what each descriptor holds."""
+
+    def close(self) -> None:
+        """Give the bytes up, unless `seal` has handed them over."""
+
+
+class MappedArena(Protocol):
+    """An arena mapped into this process so that nothing here can change what others see."""
+
+    def views(self, manifest: "Manifest") -> "list[torch.Tensor]":
+        """One tensor for each row of the manifest, on the arena's bytes."""
+
+    def digests(self, manifest: "Manifest", rows: "Sequence[int]") -> list[bytes]:
+        """The digest of each of these rows, computed now from the mapped bytes."""

@@ -1,0 +1,212 @@
+"""A CPU arena: an anonymous memory file, sealed so that nobody can ever write to it again.
+
+Once sealed, a shared writable mapping is refused by the kernel and a private one is copy-on-write: an engine that
+writes into its weights damages only its own copy. See ``memfd_create(2)`` and ``fcntl(2)``, F_ADD_SEALS.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from weightcache import memory
+from weightcache.digest import tensor_digest
+from weightcache.errors import ImportRejected, ResourceError
+from weightcache.manifest import Manifest
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_STEP = 256 << 20
+_HEADROOM = 64 << 20
+"""Left to everybody else when space is reserved: a machine filled to the last page kills somebody."""
+_MAP_NORESERVE = 0x4000  # a private writable mapping may be larger than free memory: it is never written as a whole
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class MemfdWriter:
+    """A memory file while it is being filled.
+
+    Args:
+        size: bytes.
+
+    Raises:
+        ResourceError: less memory is available than ``size``; nothing is left behind.
+    """
+
+    kind = "memfd"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._descriptor = os.memfd_create("weightcache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _require_memory(size)
+            for start in range(0, size, _STEP):
+                step = min(_STEP, size - start)
+                _require_memory(step)  # others may have taken memory since the first look
+                os.posix_fallocate(self._descriptor, start, step)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _no_room(size, memory.available()) from error
+            raise
+
+    def write(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy a contiguous CPU tensor's bytes to ``offset``."""
+        if tensor.numel() == 0:
+            return
+        rest = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        while rest:
+            written = os.pwrite(self._descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
+
+    def seal(self) -> list[int]:
+        """Seal against writing, growing and shrinking, for good."""
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
+        descriptor, self._descriptor = self._descriptor, -1
+        return [descriptor]
+
+    def chunks(self) -> list[int]:
+        return [self.size]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class MemfdMapping:
+    """A sealed memory file mapped copy-on-write. It is unmapped when the last tensor on it is gone.
+
+    Args:
+        descriptor: the memory file; may be closed once this returns.
+        size: bytes that the manifest promises.
+
+    Raises:
+        ImportRejected: the file lacks a seal or has another size.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        require_sealed(descriptor, size, "arena")
+        self._size = size
+        self._memory = _map_private(descriptor, size) if size else None
+
+    def views(self, manifest: Manifest) -> list[torch.Tensor]:
+        # One storage a tensor: with one for all, `torch.save` of a single module would write the whole arena.
+        memory_, frombuffer, empty = self._memory, torch.frombuffer, torch.empty
+        dtypes = [getattr(torch, name) for name in manifest.dtypes]
+        sizes = [dtype.itemsize for dtype in dtypes]
+        tensors = []
+        rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
+        for code, shape, stride, offset in rows:
+            dtype = dtypes[code]
+            count = _span(shape, stride)
+            if count == 0:
+                tensors.append(empty(shape, dtype=dtype))
+                continue
+            assert memory_ is not None
+            if offset + count * sizes[code] > self._size:
+                raise AssertionError("a manifest must be validated before its tensors are built")
+            flat = frombuffer(memory_, dtype=dtype, count=count, offset=offset)
+            tensors.append(flat.view(shape) if stride is None else flat.as_strided(shape, stride))
+        return tensors
+
+    def digests(self, manifest: Manifest, rows: Sequence[int]) -> list[bytes]:
+        views = self.views(manifest)
+        with ThreadPoolExecutor() as pool:  # blake3 lets go of the interpreter lock
+            return list(pool.map(lambda row: tensor_digest(views[row]), rows))
+
+
+def seals(descriptor: int) -> int:
+    """The seals of a descriptor, 0 for one that cannot have any."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0
+
+
+def require_sealed(descriptor: int, size: int, what: str) -> None:
+    """Check that nobody can ever change a memory file again, and that it is as long as promised.
+
+    Raises:
+        ImportRejected: reason ``manifest_invalid``, with both values.
+    """
+    found = seals(descriptor)
+    if found & SEALS != SEALS:
+        raise ImportRejected(
+            "manifest_invalid", f"the {what} is not sealed", expected=f"seals {SEALS:#x}", found=f"seals {found:#x}"
+        )
+    actual = os.fstat(descriptor).st_size
+    if actual != size:
+        raise ImportRejected(
+            "manifest_invalid", f"the {what} has another size", expected=f"{size} bytes", found=f"{actual} bytes"
+        )
+
+
+def sealed_file(name: str, content: bytes) -> int:
+    """A sealed memory file with this content, for a manifest."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _map_private(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    # mmap.mmap would keep a duplicate of the descriptor open for as long as the mapping lives.
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise ResourceError(
+            f"the kernel refused to map {size} bytes: {os.strerror(number)}", needed=size, errno=number
+        )
+
+    def unmap(self: ctypes.Array[ctypes.c_char]) -> None:
+        _libc.munmap(ctypes.addressof(self), size)
+
+    # Tensors made by frombuffer hold this object; when the last is gone the mapping goes with it.
+    mapped = type("Mapped", (ctypes.c_char * size,), {"__del__": unmap})
+    region: ctypes.Array[ctypes.c_char] = mapped.from_address(address)
+    return region
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
+    """Elements from the first to the last of a strided tensor, 0 for an empty one."""
+    if stride is None:
+        count = 1
+        for length in shape:
+            count *= length
+        return count
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+
+
+def _require_memory(size: int) -> None:
+    there = memory.available()
+    if there.bytes < size + _HEADROOM:
+        raise _no_room(size, there)
+
+
+def _no_room(size: int, there: memory.Available) -> ResourceError:
+    return ResourceError(
+        f"not enough memory for an arena of {size} bytes under {there.limit}",
+        expected=f"{size + _HEADROOM} bytes available",
+        found=f"{there.bytes} bytes",
+        remedy="Release an unused generation (readmit cache release), raise the limit, or start with mode off",
+        needed=size,
+        available=there.bytes,
+        limit=there.limit,
+    )
