@@ -1,0 +1,36 @@
+"""The clock that replayed events are placed on.
+
+It counts nanoseconds: Unix time as of a boot's first event, advancing with boottime from there. Differences within a
+boot are exact, whatever happens to the wall clock; across a reboot they are the wall clock's.
+
+Standard library only: the keeper imports this module.
+"""
+
+import time
+
+from weightcache.journal import Event, boot_id, boottime_ns
+
+
+class Clock:
+    """Learns the boots from the events it places."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, int] = {}
+
+    def place(self, event: Event) -> int:
+        """The time of an event."""
+        return self.place_boottime(event, event.boottime_ns)
+
+    def place_boottime(self, event: Event, at_ns: int) -> int:
+        """The time of a boottime in the boot that an event comes from."""
+        return at_ns + self._offsets.setdefault(event.boot_id, event.wall_ns - event.boottime_ns)
+
+    def now(self) -> int:
+        """The present."""
+        boottime = boottime_ns()
+        offset = self._offsets.get(boot_id())
+        return time.time_ns() if offset is None else boottime + offset
+
+    def to_wall(self, at_ns: int) -> int:
+        """Unix time in nanoseconds of a time, by the wall clock as it is set now: what other machines compare with."""
+        return time.time_ns() - (self.now() - at_ns)
