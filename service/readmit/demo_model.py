@@ -88,15 +88,16 @@ def second_checkpoint(model: Path, target: Path) -> Path:
         target: the folder to make; returned as it is when it is already there.
 
     Raises:
-        CheckpointError: the model's tokenizer splits the two words, or it has no such embeddings.
+        ConfigError: the model's tokenizer splits the two words.
+        CheckpointError: the model has no such embeddings.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     ids = [tokenizer.encode(word).ids for word in (" Paris", " London")]
     if any(len(pieces) != 1 for pieces in ids):
-        raise CheckpointError(
-            "tokenizer",
+        raise ConfigError(
+            "demo_model",
             f"The tokenizer of {model} splits the words that should change places",
             expected="one id each",
             found=ids,
