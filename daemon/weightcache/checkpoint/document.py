@@ -1,0 +1,73 @@
+"""The document: JSON read strictly, for files that others wrote."""
+
+import json
+import os
+from typing import Any
+
+from weightcache.checkpoint.refusal import reading, refusal
+
+
+def read_object(path: str, reason: str) -> dict[str, Any]:
+    """The JSON object in the file at `path`.
+
+    Raises:
+        CheckpointError: `reason` where the text is not a JSON object; ``unreadable``.
+    """
+    with reading(path), open(path, "rb") as file:
+        raw = file.read()
+    return parse_object(raw, path, reason)
+
+
+def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
+    """The JSON object in `raw`. A key that appears twice is an error: which of the two counts, no two readers agree on.
+
+    Raises:
+        CheckpointError: ``duplicate_tensor`` for a doubled key, otherwise `reason`.
+    """
+    try:
+        found = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except _DoubledKeyError as error:
+        raise refusal(
+            "duplicate_tensor",
+            f"{os.path.basename(path)} names {error.key!r} twice",
+            expected="one entry",
+            found="two entries",
+            remedy="Write the file again, or download it again",
+            file=path,
+            tensor=error.key,
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise refusal(
+            reason,
+            f"{os.path.basename(path)} is not valid JSON",
+            expected="a JSON object in UTF-8",
+            found=str(error),
+            remedy="Download the file again",
+            file=path,
+        ) from error
+    if not isinstance(found, dict):
+        raise refusal(
+            reason,
+            f"{os.path.basename(path)} is not a JSON object",
+            expected="a JSON object",
+            found=type(found).__name__,
+            remedy="Download the file again",
+            file=path,
+        )
+    return found
+
+
+class _DoubledKeyError(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DoubledKeyError(key)
+            seen.add(key)
+    return built
