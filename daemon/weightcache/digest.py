@@ -1,7 +1,7 @@
 """The digest: content identity of a checkpoint.
 
-blake3 over the tensors by name: name, safetensors dtype, shape and blake3 of the bytes. How tensors are spread over files
-takes no part, so that a checkpoint sharded anew stays the same. The library is imported on first use.
+blake3 over the tensors by name: name, safetensors dtype, shape and blake3 of the bytes. How tensors are spread over
+files takes no part, so that a checkpoint sharded anew stays the same. The library is imported on first use.
 """
 
 import ctypes

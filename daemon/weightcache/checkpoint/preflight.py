@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 CLOCK_TICK_NS: Final = 20_000_000
-"""The kernel stamps files with a clock that moves once a tick, at most 10 ms long. A file written within a tick of a look
-at it can be written again without a trace, so a look at a file this young waits."""
+"""The kernel stamps files with a clock that moves once a tick, at most 10 ms long. A file written within a tick of a
+look at it can be written again without a trace, so a look at a file this young waits."""
 
 _COMPARE_BYTES: Final = 4 << 20
 
@@ -201,8 +201,10 @@ def _await_settled(folder: Folder) -> None:
 
 
 def _unsettled_ns(ctimes_ns: Iterator[int] | list[int]) -> int:
-    """How long the youngest of some files may still be written without a trace: at most a tick. A stamp from the future,
-    which a file server with another clock gives, never settles."""
+    """How long the youngest of some files may still be written without a trace: at most a tick.
+
+    A stamp from the future, which a file server with another clock gives, never settles.
+    """
     return min(CLOCK_TICK_NS, max(0, max(ctimes_ns, default=0) + CLOCK_TICK_NS - time.time_ns()))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES: Final = 8 << 20
-"""Read and hashed in turn: enough for several threads of the hash, and still in a processor's cache when they come to it."""
+"""Read and hashed in turn: enough for several threads of the hash, and still in a processor's cache by then."""
 
 Allocate = Callable[[int], memoryview]
 
