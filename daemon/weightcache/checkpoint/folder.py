@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from weightcache.checkpoint.document import read_object
 from weightcache.checkpoint.refusal import reading, refusal
+from weightcache.checkpoint.stamp import Stamp, stamp_file
 from weightcache.errors import CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
@@ -94,6 +95,18 @@ class Folder:
         return found[0]
 
     @cached_property
+    def index_stamp(self) -> Stamp | None:
+        """The stamp of the index from before it was read, or None where there is none.
+
+        Raises:
+            CheckpointError: ``index_ambiguous``, ``link_dangling`` or ``unreadable``.
+        """
+        if self.index_name is None:
+            return None
+        _settings(self.root, self.index_name)
+        return stamp_file(self.root, self.index_name)
+
+    @cached_property
     def weight_map(self) -> dict[str, str] | None:
         """The index: tensor name to file name, or None where there is none. Names are judged, not what they resolve to:
         in a hub cache every file is a link that leads out of the folder.
@@ -102,9 +115,9 @@ class Folder:
             CheckpointError: ``index_invalid``, ``path_escape``, ``duplicate_tensor``, ``link_dangling`` or
                 ``unreadable``.
         """
-        if self.index_name is None:
+        if self.index_name is None or self.index_stamp is None:
             return None
-        path = _settings(self.root, self.index_name)
+        path = self.locate(self.index_name)
         mapping = read_object(path, "index_invalid").get("weight_map")
         if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
             raise refusal(

@@ -51,8 +51,8 @@ DTYPES: Final = {
     "F4": Dtype(4, "float4_e2m1fn_x2"),
 }
 """What `safetensors.torch.load_file` accepts, for every path alike. ``F6_E2M3`` and ``F6_E3M2`` are in the format, but
-no torch type holds them. ``F4`` states the logical shape; the torch type packs two values, so its last dimension is half
-as long."""
+no torch type holds them. ``F4`` states the logical shape; the torch type packs two values, so its last dimension is
+half as long."""
 
 _MAGIC: Final = {
     b"PK\x03\x04": "a zip archive (a PyTorch pickle?)",

@@ -5,39 +5,21 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from weightcache.checkpoint.folder import Folder
 from weightcache.checkpoint.header import TensorInfo, read_header
 from weightcache.checkpoint.refusal import reading, refusal
+from weightcache.checkpoint.stamp import CLOCK_TICK_NS, Stamp, stamp_file, stamp_of, stamp_open
 from weightcache.checkpoint.tied import Tie, find_tie
 from weightcache.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-CLOCK_TICK_NS: Final = 20_000_000
-"""The kernel stamps files with a clock that moves once a tick, at most 10 ms long. A file written within a tick of a
-look at it can be written again without a trace, so a look at a file this young waits."""
-
 _COMPARE_BYTES: Final = 4 << 20
 
 log = logging.getLogger("weightcache.checkpoint")
-
-
-class ShardFile(NamedTuple):
-    """A weight file as it was when its header was read. Times are in ns since the epoch.
-
-    The inode's change time moves with every write, also one that restores the modification time. What it cannot show:
-    writes under a clock set back, and further writes to a mapped page that is already dirty.
-    """
-
-    name: str
-    size: int
-    device: int
-    inode: int
-    mtime_ns: int
-    ctime_ns: int
 
 
 class Checkpoint:
@@ -48,7 +30,7 @@ class Checkpoint:
         folder: the resolved folder.
         config: ``config.json``.
         revision: the commit of the hub snapshot that was opened, or None.
-        files: the weight files, by name.
+        files: the stamps of the weight files, by name, from when their headers were read.
         tensors: name to `TensorInfo`, in the order of files and positions.
         tie: head and embedding that share one tensor, or None.
         total_bytes: the size of all tensors.
@@ -59,7 +41,7 @@ class Checkpoint:
     def __init__(
         self,
         folder: Folder,
-        files: tuple[ShardFile, ...],
+        files: tuple[Stamp, ...],
         tensors: dict[str, TensorInfo],
         tie: Tie | None,
         notes: tuple[str, ...],
@@ -88,7 +70,7 @@ class Checkpoint:
         """
         folder = path if isinstance(path, Folder) else Folder.open(path, revision)
         _await_settled(folder)
-        files: list[ShardFile] = []
+        files: list[Stamp] = []
         holders: dict[str, list[TensorInfo]] = {}
         for name in folder.shards:
             file, held = _open_shard(folder, name)
@@ -108,7 +90,7 @@ class Checkpoint:
     @property
     def settled(self) -> bool:
         """Whether a later write to any of the files is sure to show in their stamps."""
-        return not _unsettled_ns(file.ctime_ns for file in self.files)
+        return not any(file.unsettled_ns for file in self.files)
 
     def read(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Every tensor, in the order of `tensors`, read once into private memory; see `weightcache.checkpoint.reader`.
@@ -120,46 +102,21 @@ class Checkpoint:
 
         return read_tensors(self)
 
-    def stamp(self) -> tuple[ShardFile, ...]:
+    def stamp(self) -> tuple[Stamp, ...]:
         """The files as they are now.
 
         Raises:
             CheckpointError: ``unreadable``.
         """
-        return tuple(stamp_file(self.folder, file.name) for file in self.files)
+        return tuple(stamp_file(self.folder.root, file.name) for file in self.files)
 
 
-def stamp_file(folder: Folder, name: str) -> ShardFile:
-    """What the file system says about a weight file, without opening it.
-
-    Raises:
-        CheckpointError: ``unreadable``.
-    """
-    path = folder.locate(name)
-    with reading(path):
-        return _stamp(name, os.stat(path))
-
-
-def describe_open(descriptor: int, name: str, path: str) -> ShardFile:
-    """What the file system says about an open weight file.
-
-    Raises:
-        CheckpointError: ``unreadable``.
-    """
-    with reading(path):
-        return _stamp(name, os.fstat(descriptor))
-
-
-def _stamp(name: str, status: os.stat_result) -> ShardFile:
-    return ShardFile(name, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def _open_shard(folder: Folder, name: str) -> tuple[ShardFile, dict[str, TensorInfo]]:
+def _open_shard(folder: Folder, name: str) -> tuple[Stamp, dict[str, TensorInfo]]:
     path = folder.locate(name)
     with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        file = describe_open(descriptor, name, path)
+        file = stamp_open(descriptor, name, path)
         return file, read_header(descriptor, name, path, file.size)
     finally:
         os.close(descriptor)
@@ -173,7 +130,7 @@ def _await_settled(folder: Folder) -> None:
     """
     missing: list[str] = []
     dangling: list[str] = []
-    changed: list[int] = []
+    stamps: list[Stamp] = []
     for name in folder.shards:
         path = folder.locate(name)
         try:
@@ -192,20 +149,12 @@ def _await_settled(folder: Folder) -> None:
                 found="a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket",
                 file=path,
             )
-        changed.append(status.st_ctime_ns)
+        stamps.append(stamp_of(name, status))
     if missing:
         raise _missing(folder, missing + dangling)
     if dangling:
         raise _dangling(folder, dangling)
-    time.sleep(_unsettled_ns(changed) / 1e9)
-
-
-def _unsettled_ns(ctimes_ns: Iterator[int] | list[int]) -> int:
-    """How long the youngest of some files may still be written without a trace: at most a tick.
-
-    A stamp from the future, which a file server with another clock gives, never settles.
-    """
-    return min(CLOCK_TICK_NS, max(0, max(ctimes_ns, default=0) + CLOCK_TICK_NS - time.time_ns()))
+    time.sleep(min(CLOCK_TICK_NS, max(stamp.unsettled_ns for stamp in stamps)) / 1e9)
 
 
 def _missing(folder: Folder, names: list[str]) -> CheckpointError:

@@ -6,8 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from weightcache.checkpoint.header import DTYPES, TensorInfo
-from weightcache.checkpoint.preflight import Checkpoint, describe_open
+from weightcache.checkpoint.preflight import Checkpoint
 from weightcache.checkpoint.refusal import reading, refusal
+from weightcache.checkpoint.stamp import stamp_open
 from weightcache.digest import TensorDigest, checkpoint_digest, new_hash, tensor_memory
 
 if TYPE_CHECKING:
@@ -69,14 +70,14 @@ def _pass_over(checkpoint: Checkpoint, allocate: Allocate) -> Iterator[tuple[str
         with reading(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if describe_open(descriptor, name, path) != stamps[name]:
+            if stamp_open(descriptor, name, path) != stamps[name]:
                 raise _changed(path)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             for tensor, info in tensors:
                 digest = _fill(descriptor, path, info, allocate(info.nbytes))
                 digests.append(TensorDigest(tensor, info.dtype, info.shape, digest))
                 yield tensor, info
-            if describe_open(descriptor, name, path) != stamps[name]:
+            if stamp_open(descriptor, name, path) != stamps[name]:
                 raise _changed(path)
         finally:
             os.close(descriptor)
