@@ -1,0 +1,217 @@
+"""Causal language models of transformers, loaded through the weight cache.
+
+::
+
+    model, outcome = from_pretrained("/models/smollm2", mode="client")
+
+The model is built as a skeleton on the meta device. On a hit its tensors are mapped from the cache. Otherwise the files
+are read here, tensor by tensor into private memory, and handed to transformers, which renames, merges and ties as the
+architecture wants and computes what is in no file.
+
+``python -m weightcache.integrations.transformers MODEL`` is the load worker: it loads, publishes and exits.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.checkpoint.reader import hash_files
+from weightcache.client import Outcome, Progress, attach
+from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
+from weightcache.fingerprint import CacheConfig
+from weightcache.journal import Journal
+
+ENGINE: Final = "transformers"
+LAYOUT: Final = f"transformers-{transformers.__version__}"
+"""transformers decides which tensors of the files are merged, so its version stands for the layout."""
+
+log = logging.getLogger(__name__)
+
+
+def from_pretrained(
+    path: str | os.PathLike[str] | Folder,
+    *,
+    mode: str = "off",
+    socket: Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    journal: Journal | None = None,
+    **options: Any,
+) -> tuple[Any, Outcome]:
+    """A causal language model on the CPU, in eval mode and without gradients, and how it got its weights.
+
+    Args:
+        path: the folder of a checkpoint, or what else `weightcache.checkpoint.Folder.open` understands.
+        mode: ``client``, ``daemon`` or ``off``; see `weightcache.client.attach`.
+        socket: the daemon's socket; `weightcache.paths.socket_path` if None.
+        dtype: of the weights; the checkpoint's own if None.
+        journal: where the parts of ``load_weights`` go; the environment's if None.
+        options: further arguments of `weightcache.client.attach`.
+
+    Raises:
+        CheckpointError: the files are missing, damaged, or not what the architecture needs.
+        ConfigError: ``architecture``, where transformers cannot build the model; ``dtype``.
+        CacheMiss: the policy for the reason of a miss is to fail.
+    """
+    journal = journal or Journal.from_environment()
+    with journal.phase("load_weights.skeleton"):
+        checkpoint = Checkpoint.open(path)
+        model = skeleton(checkpoint.folder, dtype)
+
+    def load(progress: Progress) -> None:
+        loaded = _load(checkpoint, model, journal, progress)
+        model.__dict__.clear()  # the skeleton becomes what transformers built: its submodules, buffers and attributes
+        model.__dict__.update(loaded.__dict__)
+
+    outcome = attach(
+        model,
+        cache_config(checkpoint, model.dtype, proven=mode != "off"),
+        mode=mode,
+        load=load,
+        load_bytes=checkpoint.total_bytes,
+        load_command=[sys.executable, "-m", __name__, checkpoint.path, "--dtype", _name(model.dtype)],
+        socket=socket,
+        journal=journal,
+        **options,
+    )
+    if os.path.exists(checkpoint.folder.locate("generation_config.json")):
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder.root)
+    return model.eval().requires_grad_(False), outcome
+
+
+def cache_config(checkpoint: Checkpoint, dtype: torch.dtype, *, proven: bool = True) -> CacheConfig:
+    """The identity of this checkpoint's weights as transformers lays them out.
+
+    Args:
+        checkpoint: the files.
+        dtype: of the weights in memory.
+        proven: with the digest of the content, without which nothing matches.
+    """
+    return CacheConfig(
+        model_path=checkpoint.path,
+        model_arch=checkpoint.config["architectures"][0],
+        revision=checkpoint.revision,
+        checkpoint_digest=hash_files(checkpoint) if proven else None,
+        dtype=_name(dtype),
+        torch_version=torch.__version__,
+        engine=ENGINE,
+        layout_id=LAYOUT,
+    )
+
+
+def skeleton(folder: Folder, dtype: torch.dtype | str | None = None) -> Any:
+    """The model without values, on the meta device.
+
+    Raises:
+        ConfigError: ``architecture`` or ``dtype``.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder.root, local_files_only=True)
+        wanted = _dtype(dtype or config.dtype or torch.float32)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
+    except WeightCacheError:
+        raise
+    except Exception as error:  # a config is checked by trying to build it: every architecture fails in its own way
+        raise ConfigError(
+            "architecture",
+            f"transformers {transformers.__version__} cannot build the model in {folder.path}",
+            expected="the config of a causal language model that it knows",
+            found=f"model_type {folder.config.get('model_type')!r} ({type(error).__name__}: {error})",
+            remedy="Install a transformers that knows it, or correct config.json",
+            path=folder.path,
+        ) from error
+
+
+def _dtype(wanted: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            "dtype",
+            "weights need a floating point dtype of torch",
+            expected="a name such as bfloat16",
+            found=repr(wanted),
+        )
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _load(checkpoint: Checkpoint, like: Any, journal: Journal, progress: Progress) -> Any:
+    """The model from its files; ``like`` is its skeleton.
+
+    Raises:
+        CheckpointError: what `Checkpoint.read` raises, and ``tensor_missing`` or ``geometry`` where the files do not
+            hold what the architecture needs.
+    """
+    tensors = {}
+    done = 0
+    for name, tensor in checkpoint.read():
+        tensors[name] = tensor
+        done += tensor.nbytes
+        progress(done, checkpoint.total_bytes)
+    with journal.phase("load_weights.process"):
+        model, report = type(like).from_pretrained(
+            None,
+            config=like.config,
+            state_dict=tensors,
+            dtype=like.dtype,
+            ignore_mismatched_sizes=True,  # reported here and refused below, where transformers would go on at random
+            output_loading_info=True,
+        )
+    _require_complete(checkpoint, report)
+    return model
+
+
+def _require_complete(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing:
+        raise CheckpointError(
+            "tensor_missing",
+            f"{checkpoint.path} lacks {len(missing)} tensors that the architecture has: {', '.join(missing[:10])}",
+            remedy="Download the model again, or correct config.json",
+            path=checkpoint.path,
+            tensors=missing,
+        )
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise CheckpointError(
+            "geometry",
+            f"{len(mismatched)} tensors of {checkpoint.path} have other shapes than the architecture, first {name}",
+            expected=list(expected),
+            found=list(found),
+            remedy="Check that config.json belongs to these files",
+            path=checkpoint.path,
+            tensor=name,
+        )
+    if report["unexpected_keys"]:
+        strangers = ", ".join(sorted(report["unexpected_keys"]))
+        log.warning("%s: no part of the architecture, left out: %s", checkpoint.path, strangers)
+
+
+def main() -> None:
+    """Load a model, publish it and exit: 0 when it is resident."""
+    parser = argparse.ArgumentParser(description="Load a model into the weight cache and exit.")
+    parser.add_argument("model")
+    parser.add_argument("--dtype")
+    parser.add_argument("--socket", type=Path)
+    arguments = parser.parse_args()
+    try:
+        _, outcome = from_pretrained(arguments.model, mode="client", socket=arguments.socket, dtype=arguments.dtype)
+    except WeightCacheError as error:
+        sys.exit(str(error))
+    if outcome.generation is None:
+        sys.exit(f"{arguments.model} was loaded and not published: {outcome.private_because or outcome.message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The reference engine: transformers behind an OpenAI-compatible API, and the example of how to plug in an engine.
+
+``readmit engine MODEL --port 8000 --weight-cache client`` serves one model from one process. What makes it an engine
+that readmit can account for is in this file: every phase of its start is marked in the journal, and its weights come
+through `weightcache.integrations.transformers`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from weightcache.checkpoint import Folder
+from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
+from weightcache.journal import Journal, boottime_ns
+from weightcache.process import Stat
+from weightcache.vocabulary import MODES
+
+if TYPE_CHECKING:
+    from readmit.generation import Generator
+    from weightcache.client import Outcome
+
+_WARM_UP_TOKENS: Final = 4
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Load a model and serve it until a signal ends the process.
+
+    Exits with 78 (EX_CONFIG: trying again will not help) where settings, host or model files cannot work, and with 1
+    where the weight cache was required and missed.
+    """
+    journal = Journal.from_environment()
+    with journal.phase("spawn", began_ns=_process_start_ns()):
+        pass  # it ended when the interpreter reached this line
+    began_ns = boottime_ns()
+    arguments = _parser().parse_args(argv)
+    try:
+        run(arguments, journal, began_ns)
+    except WeightCacheError as error:
+        print(f"readmit engine: {error}", file=sys.stderr)
+        sys.exit(os.EX_CONFIG if isinstance(error, CheckpointError | ConfigError) else 1)
+
+
+def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
+    """One start of the engine, phase by phase.
+
+    Raises:
+        ConfigError: the address is taken, or the architecture unknown.
+        CheckpointError: the model's files are missing or damaged.
+        CacheMiss: the weight cache was required and missed.
+    """
+    from readmit.server import bind, serve
+
+    # Before the slow part, so that a wrong path or a taken port is said at once.
+    folder = Folder.open(arguments.model)
+    listener = bind(arguments.host, arguments.port)
+    with journal.phase("import", began_ns=began_ns):
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        from readmit.completions import CompletionsAPI
+        from readmit.generation import Generator
+        from weightcache.integrations.transformers import from_pretrained
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with journal.phase("tokenizer_init"):
+        tokenizer = AutoTokenizer.from_pretrained(folder.root, local_files_only=True)
+    with journal.phase("load_weights"):
+        model, outcome = from_pretrained(
+            folder,
+            mode=arguments.weight_cache,
+            socket=arguments.socket,
+            dtype=arguments.dtype,
+            journal=journal,
+        )
+    print(f"readmit engine: {_told(outcome)}", file=sys.stderr)
+    generator = Generator(model, tokenizer)
+    with journal.phase("kernel_warmup"):
+        warm_up(generator)
+    api = CompletionsAPI(generator, arguments.served_model_name or os.path.basename(folder.path))
+    serve(api.app(), listener, journal)
+
+
+def warm_up(generator: "Generator") -> None:
+    """One short generation, so that the first request does not pay for what torch sets up on first use."""
+    from readmit.generation import Sampling
+
+    for _ in generator.stream(generator.encode("The"), Sampling(_WARM_UP_TOKENS)):
+        pass
+
+
+def _told(outcome: "Outcome") -> str:
+    """Where the weights came from, in a sentence."""
+    if outcome.path == "hit":
+        return f"mapped {outcome.bytes / 1e6:.0f} MB of resident weights, generation {outcome.generation}"
+    if outcome.path == "off":
+        return "loaded weights from disk; the weight cache is off"
+    kept = f"published as generation {outcome.generation}" if outcome.generation else "kept private"
+    because = f" ({outcome.private_because})" if outcome.private_because else ""
+    return f"loaded weights from disk, {kept}{because}. Reason {outcome.reason}: {outcome.message}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="readmit engine", description="Serve one model over the OpenAI completions API, from one process."
+    )
+    parser.add_argument("model", help="folder of a checkpoint: config, tokenizer and safetensors files")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="TCP port (default: %(default)s)")
+    parser.add_argument("--served-model-name", help="the model's name in the API (default: the folder's name)")
+    parser.add_argument("--dtype", help="torch dtype of the weights, such as bfloat16 (default: the checkpoint's own)")
+    parser.add_argument(
+        "--weight-cache",
+        choices=MODES,
+        default="off",
+        help="client: map weights from a running daemon, else load from disk; daemon: start the daemon where none runs "
+        "and insist on it; off: load from disk (default: %(default)s)",
+    )
+    parser.add_argument("--socket", type=Path, help="the weight cache daemon's socket (default: $WEIGHTCACHE_SOCKET)")
+    return parser
+
+
+def _process_start_ns() -> int:
+    """When the kernel started this process: boottime in nanoseconds, to a clock tick (10 ms)."""
+    stat: Any = Stat.read(os.getpid())
+    return int(stat.start_ticks) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
