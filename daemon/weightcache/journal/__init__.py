@@ -1,0 +1,52 @@
+"""The journal: an append-only event log, written directly by every process that has something to say.
+
+One SQLite file in WAL mode on a local file system holds the events of a node. State is replayed from it, never
+stored. The event that starts a thing is written before the thing starts; a death is closed by whoever survives it.
+
+An append waits at most `BUSY_LIMIT_S` for the database and then goes to the process's own spool file beside it, which
+the daemon merges later: telemetry never blocks a recovery. ``synchronous=NORMAL`` survives the death of any process,
+not the loss of power.
+
+What each kind of event carries (``name``; ``attributes``):
+
+================  ===================================================================================================
+episode_open      empty; cause, fault_boottime_ns (or fault_wall_ns, for a fault before this boot), fault_clock
+                  (``exit``, ``last_correct_answer``, ``start``, ``command``), previous (episode id or None)
+episode_close     outcome; verified (bool), generation, path (only where the lookups cannot tell: ``standby``)
+attempt_start     empty; command, starting_state
+attempt_end       outcome; exit_code, signal
+phase_begin/_end  phase, or ``phase.part``; on an end ``error`` when the phase failed
+lookup            ``hit``, ``miss`` or ``off``; mode, reason, detail, differences, generation, bytes, message
+publish           ``begin``, ``published``, ``failed``; config (every field), generation, bytes, publisher, reason
+release           ``released``, ``evicted``, ``replaced``, ``lost``; generation, bytes
+lease_open/close  empty; generation, lease, pid
+slot_state        the state entered; previous, reason, pid, start_ticks, generation
+probe             ``correct``, ``wrong``, ``late``, ``error``; seconds, expected, found
+process           ``started``, ``spawned``, ``adopted``, ``readopted``, ``exited``; process, pid, start_ticks,
+                  exit_code, signal
+quarantine        ``set`` or ``lifted``; generation, reason
+override          ``set`` or ``lifted``; reason, ttl_s, user
+================  ===================================================================================================
+
+An episode's id is 32 hexadecimal digits: it is the id of its OpenTelemetry trace as well.
+
+Standard library only: engines and the keeper import this package.
+"""
+
+from weightcache.journal.boot import boot_id, boottime_ns
+from weightcache.journal.context import Context, new_episode_id, span_id
+from weightcache.journal.database import BUSY_LIMIT_S, SCHEMA_VERSION, Event
+from weightcache.journal.log import Journal, Timing
+
+__all__ = [
+    "BUSY_LIMIT_S",
+    "SCHEMA_VERSION",
+    "Context",
+    "Event",
+    "Journal",
+    "Timing",
+    "boot_id",
+    "boottime_ns",
+    "new_episode_id",
+    "span_id",
+]

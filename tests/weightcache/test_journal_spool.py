@@ -1,0 +1,212 @@
+"""The spool: where events go when the database does not take them in time, and how they come back exactly once."""
+
+import fcntl
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from weightcache.journal import BUSY_LIMIT_S, Context, Journal
+from weightcache.journal.spool import Spool
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal.sqlite3"
+
+
+@pytest.fixture
+def stopped_writer(path):
+    """A process that is SIGSTOPped inside a transaction on the journal."""
+    Journal(path).append("clock", "first")
+    script = f"""
+        import sqlite3, sys
+        connection = sqlite3.connect({str(path)!r}, isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        print("inside", flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "inside\n"
+    writer.send_signal(signal.SIGSTOP)
+    yield writer
+    writer.kill()
+    writer.communicate()
+
+
+def names(journal):
+    return [event.name for event in journal.events()]
+
+
+class TestStoppedWriter:
+    def test_delays_a_recovery_by_one_limit(self, path, stopped_writer, monkeypatch):
+        """Not by one limit for each event: a database that was busy is left alone for a while."""
+        journal, tries = Journal(path), []
+        connect = journal._connect
+        monkeypatch.setattr(journal, "_connect", lambda: tries.append(1) or connect())
+        for number in range(20):
+            journal.append("clock", str(number))
+        assert journal.spooled == 20
+        assert len(tries) == 1
+        assert names(Journal(path)) == ["first"]
+
+    def test_is_waited_for_no_longer_than_the_limit(self, path, stopped_writer):
+        (limit_ms,) = Journal(path)._connect().execute("PRAGMA busy_timeout").fetchone()
+        assert limit_ms == BUSY_LIMIT_S * 1000
+
+    def test_its_victims_are_merged_exactly_once(self, path, stopped_writer):
+        one, other = Journal(path, Context("node", "a")), Journal(path, Context("node", "b"))
+        for number in range(10):
+            one.append("clock", f"{2 * number}")
+            other.append("clock", f"{2 * number + 1}")
+        reader = Journal(path)
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            reader.merge_spools()
+        assert reader.spool_bytes() > 0
+        stopped_writer.kill()
+        stopped_writer.wait()
+        assert reader.merge_spools() == 20
+        assert reader.merge_spools() == 0
+        assert reader.spool_bytes() == 0
+        assert names(reader) == ["first", *map(str, range(20))], "merged in order of time, across files"
+
+    def test_the_end_of_an_episode_is_written_after_what_was_spooled_before_it(self, path, stopped_writer):
+        engine, gate = Journal(path, Context("node", "a", "e" * 32)), Journal(path, Context("node", "a", "e" * 32))
+        engine.append("lookup", "miss", {"reason": "absent"})
+        assert engine.spooled == 1
+        stopped_writer.kill()
+        stopped_writer.wait()
+        gate.append("episode_close", "ready")
+        assert names(gate) == ["first", "miss", "ready"]
+
+
+class TestMerge:
+    def spooled(self, path, count=3):
+        spool = Spool(path.with_name("journal.sqlite3.spool"))
+        for number in range(count):
+            spool.write(("boot", number, number, "node", None, None, None, None, "clock", str(number), "{}"))
+        return spool
+
+    def test_killed_between_commit_and_removal_merges_nothing_twice(self, path, monkeypatch):
+        spool, journal = self.spooled(path), Journal(path)
+        with monkeypatch.context() as patch:
+            patch.setattr("pathlib.Path.unlink", lambda self: (_ for _ in ()).throw(InterruptedError("killed")))
+            with pytest.raises(InterruptedError):
+                journal.merge_spools()
+        assert names(journal) == ["0", "1", "2"]
+        spool.write(("boot", 3, 3, "node", None, None, None, None, "clock", "3", "{}"))  # its writer lives on
+        assert journal.merge_spools() == 1
+        assert names(journal) == ["0", "1", "2", "3"]
+
+    def test_a_torn_last_line_was_never_said(self, path):
+        spool, journal = self.spooled(path), Journal(path)
+        with open(next(spool.folder.glob("*.jsonl")), "ab") as file:
+            file.write(b'["boot", 1, 1, "no')
+        assert journal.merge_spools() == 3
+        assert journal.spool_bytes() == 0
+
+    def test_a_damaged_line_costs_only_itself_and_is_kept(self, path):
+        spool, journal = self.spooled(path), Journal(path)
+        (file,) = spool.folder.glob("*.jsonl")
+        first, rest = file.read_bytes().split(b"\n", 1)
+        file.write_bytes(b"\n".join([first, b"\0" * 40, b'["short"]', b"[" + b"null," * 10 + b"null]", rest]))
+        assert journal.merge_spools() == 3
+        assert [kept.suffix for kept in spool.folder.iterdir()] == [".damaged"]
+        assert journal.spool_bytes() == 0
+
+    def test_nobody_waits_for_a_lock_whose_holder_is_stopped(self, path):
+        spool, journal = self.spooled(path), Journal(path)
+        (file,) = spool.folder.glob("*.jsonl")
+        with open(file, "rb") as holder:
+            fcntl.flock(holder, fcntl.LOCK_EX)
+            assert journal.merge_spools() == 0
+            spool.write(("boot", 3, 3, "node", None, None, None, None, "clock", "3", "{}"))
+            assert journal.merge_spools() == 1
+        assert journal.merge_spools() == 3
+
+
+def test_a_forked_child_has_a_spool_file_of_its_own(path):
+    spool = TestMerge().spooled(path, 1)
+    child = os.fork()
+    if child == 0:
+        spool.write(("boot", 9, 9, "node", None, None, None, None, "clock", "child", "{}"))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(spool.folder.glob("*.jsonl"))) == 2
+    journal = Journal(path)
+    assert journal.merge_spools() == 2
+
+
+class TestFullDisk:
+    """On a file system of 256 KiB, mounted in a mount namespace of its own."""
+
+    def run(self, tmp_path, script):
+        preamble = f"""
+            import errno, json, os, subprocess, sys
+            from pathlib import Path
+            from weightcache.journal import Journal
+            disk = Path({str(tmp_path)!r}) / "disk"
+            disk.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
+            journal = Journal(disk / "journal.sqlite3")
+            def fill():
+                with open(disk / "ballast", "ab", buffering=0) as ballast:
+                    for size in (4096, 1):
+                        try:
+                            while ballast.write(bytes(size)):
+                                pass
+                        except OSError as error:
+                            assert error.errno == errno.ENOSPC
+        """
+        namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+        command = [*namespace, sys.executable, "-c", textwrap.dedent(preamble) + textwrap.dedent(script)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout), result.stderr
+
+    def test_takes_what_fits_counts_the_rest_and_goes_on_when_there_is_room(self, tmp_path):
+        (said, kept, lost, names_), stderr = self.run(
+            tmp_path,
+            """
+            journal.append("clock", "before")
+            fill()
+            for number in range(3000):
+                journal.append("probe", "correct", {"padding": "x" * 200})
+            lost = journal.lost
+            (disk / "ballast").unlink()
+            journal.close()
+            merged = journal.merge_spools()
+            journal._left_alone_until_ns = 0
+            journal.append("clock", "after")
+            events = journal.events()
+            print(json.dumps([3000, len(events) - 2, lost, [events[0].name, events[-1].name]]))
+            """,
+        )
+        assert names_ == ["before", "after"]
+        assert lost > 0
+        assert kept + lost == said, "every event is either in the journal or counted as lost"
+        assert stderr.count("takes no events") == 1
+
+    def test_read_only(self, tmp_path):
+        (names_, lost), stderr = self.run(
+            tmp_path,
+            """
+            journal.append("clock", "before")
+            journal.close()
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+            journal.append("clock", "refused")
+            lost = journal.lost
+            subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+            journal._left_alone_until_ns = 0
+            journal.append("clock", "after")
+            print(json.dumps([[event.name for event in journal.events()], lost]))
+            """,
+        )
+        assert (names_, lost) == (["before", "after"], 1)
+        assert "takes no events" in stderr
