@@ -7,15 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightcache.client import Attachment, Outcome, attach, publish
+    from weightcache.attachment import Outcome
+    from weightcache.client import attach
     from weightcache.errors import CacheMiss, CheckpointError, ConfigError, WeightCacheError
     from weightcache.fingerprint import CacheConfig
 
 _HOMES = {
-    "Attachment": "weightcache.client",
-    "Outcome": "weightcache.client",
+    "Outcome": "weightcache.attachment",
     "attach": "weightcache.client",
-    "publish": "weightcache.client",
     "CacheConfig": "weightcache.fingerprint",
     "CacheMiss": "weightcache.errors",
     "CheckpointError": "weightcache.errors",
@@ -24,7 +23,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "Attachment",
     "CacheConfig",
     "CacheMiss",
     "CheckpointError",
@@ -32,7 +30,6 @@ __all__ = [
     "Outcome",
     "WeightCacheError",
     "attach",
-    "publish",
 ]
 
 

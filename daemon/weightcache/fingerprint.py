@@ -50,6 +50,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layout_id: str
     kernel_backend: str | None = None
 
+    def __post_init__(self) -> None:
+        for field in FIELDS:  # torch's version is a string that compares by number, not by text
+            value = getattr(self, field)
+            if isinstance(value, str) and type(value) is not str:
+                msgspec.structs.force_setattr(self, field, str.__str__(value))
+
     def differences(self, resident: "CacheConfig") -> list[Difference]:
         """Fields on which the resident weights differ from what is wanted here, in reporting order.
 

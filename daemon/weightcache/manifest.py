@@ -7,11 +7,13 @@ proves its manifest. No torch here: the daemon validates manifests too.
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 
+from weightcache.arena.seals import require_sealed
 from weightcache.errors import ImportRejected
 from weightcache.fingerprint import CacheConfig
 
@@ -124,6 +126,30 @@ def decode(content: bytes | memoryview) -> Manifest:
         raise _invalid(f"the manifest does not decode: {error}") from error
     validate(manifest)
     return manifest
+
+
+def read(descriptor: int, generation: str | None = None) -> tuple[str, Manifest]:
+    """Read a manifest from its sealed memory file.
+
+    Args:
+        descriptor: the file.
+        generation: the name it must prove; any if None.
+
+    Returns:
+        The generation's name and the validated manifest.
+
+    Raises:
+        ImportRejected: reason ``manifest_invalid``.
+    """
+    size = os.fstat(descriptor).st_size
+    if size > MAX_BYTES:
+        raise _invalid("the manifest is too long", expected=f"at most {MAX_BYTES} bytes", found=f"{size} bytes")
+    require_sealed(descriptor, size, "manifest")
+    content = os.pread(descriptor, size, 0)
+    found = generation_of(content)
+    if generation is not None and found != generation:
+        raise _invalid("the manifest is not the one its generation names", expected=generation, found=found)
+    return found, decode(content)
 
 
 _decoder = msgspec.msgpack.Decoder(Manifest)

@@ -102,7 +102,7 @@ MISS_REASONS: Final = (
 RESIDENCY_DETAILS: Final = ("node_reboot", "driver_fault", "gpu_lost", "keeper_lost")
 """What ended the residency, for reason ``residency_lost``."""
 
-RESOURCE_DETAILS: Final = ("memory", "descriptors", "capacity")
+RESOURCE_DETAILS: Final = ("memory", "descriptors", "capacity", "name")
 """What ran out, for reason ``resource``."""
 
 POLICIES: Final = ("fallback", "fail", "wait", "replace")

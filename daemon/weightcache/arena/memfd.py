@@ -10,15 +10,16 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from weightcache import memory
-from weightcache.digest import tensor_digest
-from weightcache.errors import ImportRejected, ResourceError
+from weightcache.arena.seals import SEALS, require_sealed
+from weightcache.digest import tensor_digest, tensor_memory
+from weightcache.errors import ResourceError
 from weightcache.manifest import Manifest
 
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _STEP = 256 << 20
 _HEADROOM = 64 << 20
 """Left to everybody else when space is reserved: a machine filled to the last page kills somebody."""
@@ -61,7 +62,7 @@ class MemfdWriter:
         """Copy a contiguous CPU tensor's bytes to ``offset``."""
         if tensor.numel() == 0:
             return
-        rest = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        rest = tensor_memory(tensor.detach())
         while rest:
             written = os.pwrite(self._descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
@@ -123,61 +124,19 @@ class MemfdMapping:
             return list(pool.map(lambda row: tensor_digest(views[row]), rows))
 
 
-def seals(descriptor: int) -> int:
-    """The seals of a descriptor, 0 for one that cannot have any."""
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        return 0
-
-
-def require_sealed(descriptor: int, size: int, what: str) -> None:
-    """Check that nobody can ever change a memory file again, and that it is as long as promised.
-
-    Raises:
-        ImportRejected: reason ``manifest_invalid``, with both values.
-    """
-    found = seals(descriptor)
-    if found & SEALS != SEALS:
-        raise ImportRejected(
-            "manifest_invalid", f"the {what} is not sealed", expected=f"seals {SEALS:#x}", found=f"seals {found:#x}"
-        )
-    actual = os.fstat(descriptor).st_size
-    if actual != size:
-        raise ImportRejected(
-            "manifest_invalid", f"the {what} has another size", expected=f"{size} bytes", found=f"{actual} bytes"
-        )
-
-
-def sealed_file(name: str, content: bytes) -> int:
-    """A sealed memory file with this content, for a manifest."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _map_private(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
     # mmap.mmap would keep a duplicate of the descriptor open for as long as the mapping lives.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
-        raise ResourceError(
-            f"the kernel refused to map {size} bytes: {os.strerror(number)}", needed=size, errno=number
-        )
+        raise ResourceError(f"the kernel refused to map {size} bytes: {os.strerror(number)}", needed=size, errno=number)
 
     def unmap(self: ctypes.Array[ctypes.c_char]) -> None:
         _libc.munmap(ctypes.addressof(self), size)
 
     # Tensors made by frombuffer hold this object; when the last is gone the mapping goes with it.
-    mapped = type("Mapped", (ctypes.c_char * size,), {"__del__": unmap})
+    mapped: Any = type("Mapped", (ctypes.c_char * size,), {"__del__": unmap})
     region: ctypes.Array[ctypes.c_char] = mapped.from_address(address)
     return region
 

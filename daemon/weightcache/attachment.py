@@ -1,0 +1,227 @@
+"""One attach, step by step: connect, match, map, verify, bind, buffers. Each is a part of ``load_weights``."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from weightcache import messages
+from weightcache.arena import MappedArena
+from weightcache.arena.memfd import MemfdMapping
+from weightcache.binding import Binding, require_no_meta
+from weightcache.errors import CacheMiss, ConfigError, ImportRejected, ProtocolError
+from weightcache.fingerprint import CacheConfig
+from weightcache.journal import Journal
+from weightcache.manifest import Manifest, read
+from weightcache.policy import QUARANTINES
+from weightcache.protocol import Connection
+from weightcache.publish import Resident
+from weightcache.version import VERSION
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in total."""
+
+Loader = Callable[[Progress], None]
+"""Fills the model from disk."""
+
+
+@dataclass
+class Outcome:
+    """How a model got its weights.
+
+    Args:
+        path: ``hit`` (mapped resident weights), ``miss`` (read from disk first) or ``off``.
+        reason: of the miss, from the closed list, and its ``detail`` and ``message``.
+        differences: every differing field of the fingerprint with both values.
+        phases: seconds each part of ``load_weights`` took here.
+        bytes: of the arena mapped, 0 when the weights are private.
+        generation: the generation mapped (or published and mapped), None when the weights are private.
+        private_because: why a miss was not published, where it was to be.
+    """
+
+    path: str
+    mode: str
+    reason: str | None = None
+    detail: str | None = None
+    message: str | None = None
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+    generation: str | None = None
+    private_because: str | None = None
+
+
+class Attachment:
+    """The steps of one attach, each a part of ``load_weights``."""
+
+    def __init__(
+        self, model: nn.Module, config: CacheConfig, mode: str, *, socket: Path, journal: Journal, verify: bool
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.socket = socket
+        self.journal = journal
+        self.verify = verify
+        self.outcome = Outcome(path="off" if mode == "off" else "miss", mode=mode)
+        self.connection: Connection | None = None
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time and journal a part of ``load_weights``."""
+        with self.journal.phase(f"load_weights.{name}") as timing:
+            yield
+        self.outcome.phases[name] = self.outcome.phases.get(name, 0.0) + timing.seconds
+
+    def connect(self) -> Connection:
+        """The connection to the daemon, made on first use."""
+        if self.connection is None:
+            where = self.journal.context
+            hello = messages.Hello(
+                version=VERSION,
+                node=where.node,
+                slot=where.slot,
+                episode=where.episode,
+                attempt=where.attempt,
+                rank=where.rank,
+                traceparent=where.traceparent(),
+            )
+            with self.part("connect"):
+                self.connection = Connection(self.socket, hello)
+        return self.connection
+
+    def disconnect(self) -> None:
+        """Give up lease and claim."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def map(self, wait_s: float, progress: Progress | None) -> None:
+        """Map resident weights into the model.
+
+        Raises:
+            CacheMiss: they cannot be used; the model is unchanged and the lease is given back.
+        """
+        connection = self.connect()
+        with self.part("match"):
+            generation, descriptors = _ask_for(connection, self.config, wait_s, progress)
+        try:
+            self._bind(generation, descriptors)
+        except ImportRejected as rejected:
+            if rejected.reason in QUARANTINES:
+                self.quarantine(generation, rejected)
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def adopt(self, resident: Resident) -> None:
+        """Replace the model's private weights by what was just published, so that there is one copy of them."""
+        try:
+            self._place(resident.generation, resident.manifest, resident.descriptors[1:])
+        finally:
+            for descriptor in resident.descriptors:
+                os.close(descriptor)
+
+    def _bind(self, generation: str, descriptors: list[int]) -> None:
+        _, manifest = read(descriptors[0], generation)
+        differences = self.config.differences(manifest.config)
+        if differences:
+            raise ImportRejected(
+                "import_mismatch",
+                f"the daemon offered weights of another identity: {differences[0]}",
+                differences=msgspec.to_builtins(differences),
+            )
+        self._place(generation, manifest, descriptors[1:])
+
+    def _place(self, generation: str, manifest: Manifest, chunks: list[int]) -> None:
+        with self.part("map"):
+            mapped = _map(manifest, chunks)
+            tensors = mapped.views(manifest)
+        if self.verify:
+            with self.part("verify"):
+                check_digests(manifest, mapped)
+        with self.part("bind"):
+            binding = Binding(self.model, manifest, tensors)
+            binding.place_parameters()
+        with self.part("buffers"):
+            binding.place_buffers()
+        # The lease must live exactly as long as the tensors can be used: it hangs on the model.
+        self.model.__dict__["_weightcache_lease"] = self.connection
+        self.outcome.generation = generation
+        self.outcome.bytes = manifest.size
+
+    def quarantine(self, generation: str, rejected: ImportRejected) -> None:
+        """Keep others from what was refused here."""
+        if self.connection is not None:
+            with contextlib.suppress(CacheMiss):  # the daemon is gone or busy; the refusal itself is what counts
+                request = messages.Quarantine(generation=generation, reason=str(rejected))
+                self.connection.ask(request, messages.Done)
+
+    def load_privately(self, load: Loader | None) -> Outcome:
+        """Read from disk with the cache off."""
+        if load is None:
+            raise ConfigError("mode", "mode off reads from disk, and there is nothing given to read with")
+        self.journal.append("lookup", "off", {"mode": "off"})
+        with self.part("read"):
+            load(ignore_progress)
+        require_no_meta(self.model)
+        return self.outcome
+
+
+def check_digests(manifest: Manifest, mapped: MappedArena) -> None:
+    """Check every mapped byte against the digests taken at publish.
+
+    Raises:
+        ImportRejected: reason ``integrity``, naming the tensors that differ.
+    """
+    rows = range(len(manifest))
+    differing = [
+        manifest.names[row]
+        for row, found in zip(rows, mapped.digests(manifest, rows), strict=True)
+        if found != manifest.digest(row)
+    ]
+    if differing:
+        raise ImportRejected(
+            "integrity",
+            f"{len(differing)} of {len(manifest)} resident tensors are not what was published: {differing[0]}",
+            expected=f"{manifest.digest_algorithm} as published",
+            found="other bytes",
+            remedy="The generation is quarantined; load again from disk",
+            tensors=differing,
+        )
+
+
+def _ask_for(
+    connection: Connection, config: CacheConfig, wait_s: float, progress: Progress | None
+) -> tuple[str, list[int]]:
+    request = messages.Attach(config=config.to_dict(), wait_s=wait_s)
+    for reply, descriptors in connection.ask_for_all(request, timeout_s=wait_s + 10.0):
+        if isinstance(reply, messages.Attached):
+            return reply.generation, descriptors
+        if isinstance(reply, messages.Loading) and progress:
+            progress(reply.done, reply.total)
+    raise ProtocolError("protocol", "the daemon ended its answer without weights")
+
+
+def _map(manifest: Manifest, chunks: list[int]) -> MappedArena:
+    if len(chunks) != len(manifest.chunks):
+        raise ImportRejected(
+            "manifest_invalid",
+            "the arena came with another number of chunks than its manifest says",
+            expected=len(manifest.chunks),
+            found=len(chunks),
+        )
+    if manifest.arena == "memfd":
+        return MemfdMapping(chunks[0], manifest.size)
+    raise CacheMiss(
+        "device", f"the weights are on {manifest.device or manifest.arena}", expected="memfd", found=manifest.arena
+    )
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Progress that nobody waits for."""

@@ -1,0 +1,285 @@
+"""The client loader: attach a model to resident weights, or load it from disk and say why.
+
+`attach` is the whole of it. It connects, matches the fingerprint, maps and verifies the arena, and binds its tensors
+into the model; on a miss it does what the policy for that reason says. Either the model is complete afterwards or it
+is what it was before. Only the standard library, torch, safetensors and msgspec are imported here: this runs inside
+engines, where import time is recovery time.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from weightcache import memory, messages, paths
+from weightcache.attachment import Attachment, Loader, Outcome, Progress, ignore_progress
+from weightcache.binding import require_no_meta
+from weightcache.errors import CacheMiss, ConfigError, ResourceError
+from weightcache.fingerprint import CacheConfig
+from weightcache.journal import Journal
+from weightcache.policy import PUBLISHES_AFTER, check_overrides, policy_for
+from weightcache.protocol import Connection
+from weightcache.publish import publish
+from weightcache.version import VERSION
+from weightcache.vocabulary import MODES
+
+_DAEMON_START_LIMIT_S: Final = 15.0
+_PROGRESS_EVERY_S: Final = 0.25
+
+
+def attach(
+    model: nn.Module,
+    config: CacheConfig,
+    *,
+    mode: str = "client",
+    load: Loader | None = None,
+    load_bytes: int = 0,
+    load_command: Sequence[str] | None = None,
+    socket: Path | None = None,
+    journal: Journal | None = None,
+    policies: Mapping[str, str] | None = None,
+    verify: bool = False,
+    wait_s: float = 1800.0,
+    detach: bool = False,
+    progress: Progress | None = None,
+    origin: str | None = None,
+) -> Outcome:
+    """Give a model its weights.
+
+    Args:
+        model: built on the meta device.
+        config: the identity of the weights it needs.
+        mode: ``client`` maps from a running daemon and falls back to disk; ``daemon`` starts one if need be, has it
+            load, and raises on any other miss; ``off`` reads from disk.
+        load: fills the model from disk; without it a miss raises.
+        load_bytes: what ``load`` will take, compared with free memory before any fallback.
+        load_command: an engine command that loads, publishes and exits, for mode ``daemon``.
+        socket: the daemon's socket; `weightcache.paths.socket_path` if None.
+        journal: where parts of ``load_weights`` and the lookup go; the environment's if None.
+        policies: what to do by reason, in place of the defaults of the mode.
+        verify: check every byte against the manifest's digests before binding.
+        wait_s: limit for somebody else's load, and for the daemon's.
+        detach: let a daemon started here outlive this process.
+        progress: told about the load this waits for.
+        origin: where the bytes come from, shown to operators; the config's model path if None.
+
+    Returns:
+        What happened. The lease lives as long as the model does.
+
+    Raises:
+        CacheMiss: the policy says ``fail``, or there is no ``load``; the model is unchanged.
+        ConfigError: the mode or a policy is unknown, or mode ``off`` has no ``load``.
+    """
+    if mode not in MODES:
+        raise ConfigError("mode", f"{mode!r} is no mode", expected=", ".join(MODES), found=mode)
+    check_overrides(policies)
+    attachment = Attachment(
+        model,
+        config,
+        mode,
+        socket=socket or (paths.socket_path() if mode != "off" else Path()),
+        journal=journal or Journal.from_environment(),
+        verify=verify,
+    )
+    if mode == "off":
+        return attachment.load_privately(load)
+    return _Recovery(attachment, load, load_bytes, policies, wait_s, progress, origin).run(load_command, detach)
+
+
+class _Recovery:
+    """What one attach does about misses."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        load: Loader | None,
+        load_bytes: int,
+        policies: Mapping[str, str] | None,
+        wait_s: float,
+        progress: Progress | None,
+        origin: str | None,
+    ) -> None:
+        self.attachment = attachment
+        self.outcome = attachment.outcome
+        self.load = load
+        self.load_bytes = load_bytes
+        self.policies = policies
+        self.wait_s = wait_s
+        self.progress = progress
+        self.origin = origin or attachment.config.model_path
+
+    def run(self, load_command: Sequence[str] | None, detach: bool) -> Outcome:
+        try:
+            try:
+                if self.outcome.mode == "daemon":
+                    ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
+                self.attachment.map(0.0, None)
+            except CacheMiss as miss:
+                self._miss(miss, load_command)
+            else:
+                self.outcome.path = "hit"
+                self._journal_hit()
+        except BaseException:
+            self.attachment.disconnect()
+            raise
+        return self.outcome
+
+    def _journal_hit(self) -> None:
+        facts = {"mode": self.outcome.mode, "generation": self.outcome.generation, "bytes": self.outcome.bytes}
+        self.attachment.journal.append("lookup", "hit", facts)
+
+    def _miss(self, miss: CacheMiss, load_command: Sequence[str] | None) -> None:
+        policy = policy_for(miss.reason, self.outcome.mode, self.policies)
+        outcome = self.outcome
+        outcome.reason, outcome.detail, outcome.message = miss.reason, miss.detail, str(miss)
+        outcome.differences = miss.data.get("differences", [])
+        facts = {"mode": outcome.mode, "policy": policy, **miss.to_dict()}
+        self.attachment.journal.append("lookup", "miss", facts)
+        if policy == "fail":
+            raise miss
+        if policy == "wait":
+            waited = self._wait(miss, load_command)
+            if waited is None:
+                return
+            if outcome.mode == "daemon":
+                raise waited
+            miss = waited
+        self._fall_back(miss, replace=policy == "replace")
+
+    def _wait(self, miss: CacheMiss, load_command: Sequence[str] | None) -> CacheMiss | None:
+        """Wait for the load that is under way, or have the daemon start one; None once the weights are mapped."""
+        attachment = self.attachment
+        try:
+            if miss.reason != "daemon_loading":
+                if not load_command:
+                    return miss
+                self._have_it_loaded(load_command)
+            attachment.map(self.wait_s, self.progress)
+        except CacheMiss as after:
+            return after
+        return None
+
+    def _have_it_loaded(self, load_command: Sequence[str]) -> None:
+        request = messages.Load(argv=list(load_command), wait_s=self.wait_s)
+        replies = self.attachment.connect().ask_for_all(request, timeout_s=self.wait_s + 10.0)
+        with self.attachment.part("read"):
+            for reply, _ in replies:
+                if isinstance(reply, messages.Done):
+                    return
+                if isinstance(reply, messages.Loading) and self.progress:
+                    self.progress(reply.done, reply.total)
+
+    def _fall_back(self, miss: CacheMiss, *, replace: bool) -> None:
+        """Load from disk; publish where the daemon answered and there is room, else stay private and say why."""
+        if self.load is None:
+            raise miss
+        claimed = miss.reason in PUBLISHES_AFTER and self._claim(replace)
+        self._require_memory(miss)
+        if claimed and memory.available().bytes < 2 * self.load_bytes:
+            self.outcome.private_because = "publishing would need memory for a second copy while it copies"
+            claimed = False
+        if not claimed:
+            self.attachment.disconnect()
+        with self.attachment.part("read"):
+            self.load(self._report if claimed else ignore_progress)
+        require_no_meta(self.attachment.model)
+        if claimed:
+            self._publish()
+
+    def _claim(self, replace: bool) -> bool:
+        attachment = self.attachment
+        try:
+            request = messages.Claim(config=attachment.config.to_dict(), bytes=self.load_bytes, replace=replace)
+            attachment.connect().ask(request, messages.Claimed)
+        except CacheMiss as refused:
+            self.outcome.private_because = str(refused)
+            return False
+        return True
+
+    def _require_memory(self, miss: CacheMiss) -> None:
+        there = memory.available()
+        if self.load_bytes > there.bytes:
+            raise ResourceError(
+                f"no memory for a second copy of the weights beside what is resident ({miss.reason})",
+                expected=f"{self.load_bytes} bytes available under {there.limit}",
+                found=f"{there.bytes} bytes",
+                remedy="Release the resident generation (readmit cache release) and start again",
+                needed=self.load_bytes,
+                available=there.bytes,
+            ) from miss
+
+    def _report(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        connection = self.attachment.connection
+        if connection is not None and (now - self._reported > _PROGRESS_EVERY_S or done == total):
+            self._reported = now
+            with contextlib.suppress(CacheMiss):  # progress is for those who wait; the load goes on without
+                connection.send(messages.Progress(done=done, total=total))
+
+    _reported = 0.0
+
+    def _publish(self) -> None:
+        attachment = self.attachment
+        journal = attachment.journal
+        assert attachment.connection is not None
+        journal.append("publish", "begin", {"config": attachment.config.to_dict()})
+        try:
+            with attachment.part("publish"):
+                resident = publish(
+                    attachment.connection,
+                    attachment.model,
+                    attachment.config,
+                    origin=self.origin,
+                    slot=journal.context.slot,
+                )
+        except CacheMiss as refused:
+            # The engine has its weights and can serve; what did not fit stays private, and says so.
+            self.outcome.private_because = str(refused)
+            journal.append("publish", "failed", refused.to_dict())
+            attachment.disconnect()
+            return
+        attachment.adopt(resident)
+
+
+def ensure_daemon(socket: Path, journal: Journal, *, detach: bool) -> None:
+    """Start a daemon at a socket unless one answers there; it ends with this process unless detached.
+
+    Raises:
+        CacheMiss: it does not come up, or whoever listens there is not to be trusted.
+    """
+    if _answers(socket):
+        return
+    command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(socket), "--metrics", "127.0.0.1:0"]
+    if journal.path is not None:
+        command += ["--journal", str(journal.path)]
+    if not detach:
+        command += ["--until-pid", str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + _DAEMON_START_LIMIT_S
+    while time.monotonic() < deadline:
+        if _answers(socket):
+            return
+        if process.poll() not in (None, 0):
+            raise CacheMiss(
+                "no_daemon",
+                f"the weight cache daemon started for {socket} ended with status {process.returncode}",
+                remedy="Start it by hand to see why: " + " ".join(command),
+            )
+        time.sleep(0.02)
+    raise CacheMiss("timeout", f"the daemon started for {socket} does not answer", pid=process.pid)
+
+
+def _answers(socket: Path) -> bool:
+    try:
+        Connection(socket, messages.Hello(version=VERSION)).close()
+    except CacheMiss as miss:
+        if miss.reason in ("no_daemon", "refused"):
+            return False
+        raise
+    return True

@@ -1,0 +1,152 @@
+"""The messages between a client and the daemon: plain data with a schema, nothing that names code.
+
+A client says `Hello` first. Each request is answered by one reply, except that waiting (`Attach.wait_s`, `Load`)
+brings `Loading` messages before it. Descriptors travel beside the message that says how many there are.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+PROTOCOL: Final = 1
+"""Raised when a message changes so that the older side would misread it. Fields may be added without."""
+
+
+class _Message(msgspec.Struct):
+    pass
+
+
+class Hello(_Message, tag="hello"):
+    """Who calls, and where in the world its events belong (see `weightcache.journal.Context`)."""
+
+    version: str
+    protocol: int = PROTOCOL
+    node: str | None = None
+    slot: str | None = None
+    episode: str | None = None
+    attempt: int | None = None
+    rank: int | None = None
+    traceparent: str | None = None
+
+
+class Welcome(_Message, tag="welcome"):
+    """The daemon's answer to `Hello`. ``instance`` changes with every daemon process."""
+
+    version: str
+    instance: str
+    protocol: int = PROTOCOL
+
+
+class Attach(_Message, tag="attach"):
+    """Map the weights of this identity. ``config`` holds the fields of a `CacheConfig`; one unknown here is a miss."""
+
+    config: dict[str, Any]
+    wait_s: float = 0.0
+
+
+class Attached(_Message, tag="attached"):
+    """A lease, held as long as the connection. Descriptors: the manifest, then the arena's chunks in order."""
+
+    generation: str
+    descriptors: int
+
+
+class Missed(_Message, tag="missed"):
+    """The request came to nothing, and why: a member of the closed list of miss reasons."""
+
+    reason: str
+    message: str
+    detail: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    remedy: str | None = None
+    differences: list[dict[str, Any]] = []
+    data: dict[str, Any] = {}
+
+
+class Loading(_Message, tag="loading"):
+    """Somebody is loading what was asked for."""
+
+    pid: int
+    done: int = 0
+    total: int = 0
+    elapsed_s: float = 0.0
+
+
+class Claim(_Message, tag="claim"):
+    """Ask for the right to load and publish one identity; held as long as the connection.
+
+    ``replace`` drops unleased generations of the same model and rank first. ``bytes`` is what it will take.
+    """
+
+    config: dict[str, Any]
+    bytes: int = 0
+    replace: bool = False
+
+
+class Claimed(_Message, tag="claimed"):
+    """The claim is yours. ``released`` names the generations that made room."""
+
+    released: list[str] = []
+
+
+class Progress(_Message, tag="progress"):
+    """How far the holder of a claim is. Not answered."""
+
+    done: int
+    total: int
+
+
+class Publish(_Message, tag="publish"):
+    """Make a generation resident under the claim held. Descriptors: the manifest, then the arena's chunks."""
+
+    descriptors: int
+
+
+class Published(_Message, tag="published"):
+    """Resident, and stored where the daemon's death does not reach; the publisher now holds a lease."""
+
+    generation: str
+
+
+class Status(_Message, tag="status"):
+    """What is resident, who uses it, and what the daemon is."""
+
+
+class Explain(_Message, tag="explain"):
+    """Would this identity hit? Answered by `Explained`."""
+
+    config: dict[str, Any]
+
+
+class Release(_Message, tag="release"):
+    """Drop a generation, or all with ``generation`` None. Refused while leased unless ``force``."""
+
+    generation: str | None = None
+    force: bool = False
+
+
+class Quarantine(_Message, tag="quarantine"):
+    """Hand a generation to nobody (or lift that with ``lift``), with the reason."""
+
+    generation: str
+    reason: str
+    lift: bool = False
+
+
+class Load(_Message, tag="load"):
+    """Start an engine process that loads, publishes and exits. Answered by `Loading` until `Done` or `Missed`."""
+
+    argv: list[str]
+    env: dict[str, str] = {}
+    wait_s: float = 0.0
+
+
+class Done(_Message, tag="done"):
+    """The request is carried out. ``data`` is JSON-compatible."""
+
+    data: dict[str, Any] = {}
+
+
+Request = Hello | Attach | Claim | Progress | Publish | Status | Explain | Release | Quarantine | Load
+Reply = Welcome | Attached | Missed | Loading | Claimed | Published | Done

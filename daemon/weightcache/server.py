@@ -1,0 +1,348 @@
+"""The server: one Unix socket, many clients at once, each served by a task of its own."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from weightcache import messages
+from weightcache.channel import Channel, Hangup
+from weightcache.errors import CacheMiss, ProtocolError, ResourceError
+from weightcache.journal import Context
+from weightcache.load import LoadWorker
+from weightcache.protocol import NOBODY, missed_from, version_mismatch
+from weightcache.registry import Claim, Generation, Lease, holders
+from weightcache.residency import Residency
+from weightcache.version import VERSION
+
+MAX_CONNECTIONS: Final = 512
+_PROGRESS_EVERY_S: Final = 0.5
+_log: Final = logging.getLogger("weightcache.server")
+
+
+class Session:
+    """What one connection holds: a context, at most one claim and one lease."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.context: Context | None = None
+        self.claim: Claim | None = None
+        self.generation: Generation | None = None
+        self.lease: Lease | None = None
+
+    @property
+    def holds_something(self) -> bool:
+        return self.claim is not None or self.lease is not None
+
+
+class Server:
+    """Serves one listening Unix socket.
+
+    Args:
+        path: where it listens, for those who ask.
+        listener: bound; `Server.start` listens on it.
+        residency: what it serves.
+        instance: a token of this process.
+        uids: who may connect.
+    """
+
+    def __init__(
+        self, path: Path, listener: socket.socket, residency: Residency, instance: str, uids: frozenset[int]
+    ) -> None:
+        self.path = path
+        self.residency = residency
+        self.registry = residency.registry
+        self.instance = instance
+        self.uids = uids
+        self._listener = listener
+        self._started = time.monotonic()
+        self._sessions: dict[asyncio.Task[None], Session] = {}
+        self._changed = asyncio.Condition()
+
+    def start(self) -> None:
+        """Listen and accept from now on."""
+        self._listener.setblocking(False)
+        # Until listen is called again, SO_PEERCRED shows clients the process that called it first, perhaps long dead.
+        self._listener.listen(128)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    async def stop(self) -> None:
+        """Accept no more and end every connection."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        for task in list(self._sessions):
+            task.cancel()
+        await asyncio.gather(*self._sessions, return_exceptions=True)
+
+    def adopt_lease(self, name: str, descriptor: int) -> None:
+        """Serve a client whose connection the keeper kept while there was no daemon; it has noticed nothing."""
+        channel = Channel(socket.socket(fileno=descriptor))
+        adopted = self.residency.adopt_lease(name, channel.peer.pid)
+        if adopted is None:
+            channel.close()
+            return
+        session = Session(channel)
+        session.generation, session.lease, session.context = adopted
+        self._run(session)
+
+    def store_everything(self) -> None:
+        """Leave every descriptor with the keeper."""
+        notifier = self.residency.notifier
+        notifier.store("listen", self._listener.fileno())
+        self.residency.store_everything()
+        for session in self._sessions.values():
+            if session.lease is not None:
+                notifier.store(session.lease.name, session.channel.connection.fileno(), poll=True)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # EMFILE: the client stays in the backlog until a descriptor is free
+            _log.error("cannot accept a connection: %s", error)
+            return
+        self._run(Session(Channel(connection)))
+
+    def _run(self, session: Session) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(session))
+        self._sessions[task] = session
+        task.add_done_callback(lambda done: self._sessions.pop(done, None))
+
+    async def _serve(self, session: Session) -> None:
+        channel = session.channel
+        try:
+            self._admit(session)
+            while True:
+                request, descriptors = await channel.receive(may_be_silent=session.holds_something)
+                try:
+                    await self._answer(session, request, descriptors)
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+        except Hangup as reason:
+            _log.debug("pid %d: %s", channel.peer.pid, reason)
+        except CacheMiss as miss:  # of the connection itself: it ends once the client has been told
+            _log.warning("pid %d (uid %d): %s", channel.peer.pid, channel.peer.uid, miss)
+            with contextlib.suppress(Hangup):
+                await channel.send(missed_from(miss))
+        finally:
+            await self._end(session)
+
+    def _admit(self, session: Session) -> None:
+        peer = session.channel.peer
+        if peer.uid == NOBODY or peer.uid not in self.uids:
+            raise CacheMiss(
+                "peer_refused",
+                f"uid {peer.uid} may not use this weight cache",
+                expected=f"one of {sorted(self.uids)}",
+                found=peer.uid,
+                remedy="Run engine and daemon as one user, or start the daemon with --allow-uid",
+            )
+        if len(self._sessions) > MAX_CONNECTIONS:
+            raise CacheMiss("timeout", "the daemon is busy", expected=f"at most {MAX_CONNECTIONS} connections")
+
+    async def _end(self, session: Session) -> None:
+        session.channel.close()
+        self._drop_claim(session)
+        self._end_lease(session)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _drop_claim(self, session: Session) -> None:
+        if session.claim is not None:
+            self.registry.claims.remove(session.claim)
+            session.claim = None
+
+    def _end_lease(self, session: Session) -> None:
+        if session.lease is not None and session.generation is not None:
+            self.residency.close_lease(session.generation, session.lease, session.context)
+        session.lease = session.generation = None
+
+    def _open_lease(self, session: Session, generation: Generation) -> None:
+        assert session.context is not None
+        self._end_lease(session)
+        channel = session.channel
+        session.generation = generation
+        session.lease = self.residency.open_lease(
+            generation, channel.peer.pid, channel.connection.fileno(), session.context
+        )
+
+    async def _answer(self, session: Session, request: messages.Request, descriptors: list[int]) -> None:
+        channel = session.channel
+        if isinstance(request, messages.Hello):
+            if request.protocol != messages.PROTOCOL:
+                raise version_mismatch(request.protocol, channel.peer)
+            session.context = Context(
+                request.node or self.residency.journal.context.node,
+                request.slot,
+                request.episode,
+                request.attempt,
+                request.rank,
+            )
+            await channel.send(messages.Welcome(version=VERSION, instance=self.instance))
+            return
+        if session.context is None:
+            raise ProtocolError("protocol", "the first message must be a greeting", found=type(request).__name__)
+        try:
+            if isinstance(request, messages.Attach):
+                await self._attach(session, request)
+            elif isinstance(request, messages.Progress):
+                if session.claim is not None:
+                    session.claim.done, session.claim.total = request.done, request.total
+            elif isinstance(request, messages.Load):
+                await self._load(session, request)
+            elif isinstance(request, messages.Publish):
+                await channel.send(await self._publish(session, descriptors))
+            else:
+                await channel.send(self._at_once(session, request))
+        except CacheMiss as miss:
+            await channel.send(missed_from(miss))
+
+    def _at_once(self, session: Session, request: messages.Request) -> messages.Reply:
+        if isinstance(request, messages.Claim):
+            return self._claim(session, request)
+        if isinstance(request, messages.Status):
+            return messages.Done(data=self.describe())
+        if isinstance(request, messages.Explain):
+            return messages.Done(data=self.explain(request.config))
+        if isinstance(request, messages.Release):
+            return messages.Done(data={"released": self._release_on_request(request)})
+        if isinstance(request, messages.Quarantine):
+            reason = None if request.lift else request.reason
+            generation = self.residency.quarantine(request.generation, reason, session.context)
+            return messages.Done(data=generation.describe())
+        raise ProtocolError("protocol", "the daemon has no answer to this message", found=type(request).__name__)
+
+    async def _attach(self, session: Session, request: messages.Attach) -> None:
+        deadline = time.monotonic() + request.wait_s
+        while True:
+            try:
+                generation = self.registry.find(request.config)
+                break
+            except CacheMiss as miss:
+                left = deadline - time.monotonic()
+                if miss.reason != "daemon_loading" or left <= 0:
+                    raise
+                facts = miss.data
+                await session.channel.send(
+                    messages.Loading(
+                        pid=facts["pid"], done=facts["done"], total=facts["total"], elapsed_s=facts["elapsed_s"]
+                    )
+                )
+                await self._wait_for_change(min(left, _PROGRESS_EVERY_S))
+        self._open_lease(session, generation)
+        generation.hits += 1
+        await session.channel.send(
+            messages.Attached(generation=generation.name, descriptors=len(generation.descriptors)),
+            generation.descriptors,
+        )
+
+    async def _wait_for_change(self, limit_s: float) -> None:
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._changed.wait()
+
+    def _claim(self, session: Session, request: messages.Claim) -> messages.Claimed:
+        self._drop_claim(session)
+        session.claim = self.registry.claim(request.config, session.channel.peer.pid)
+        session.claim.total = request.bytes
+        stale = self.registry.stale(session.claim.config) if request.replace else []
+        for generation in stale:
+            self.residency.release(generation.name, "replaced")
+        return messages.Claimed(released=[generation.name for generation in stale])
+
+    async def _publish(self, session: Session, descriptors: list[int]) -> messages.Published:
+        if session.claim is None or session.context is None:
+            raise ProtocolError("protocol", "publishing takes a claim, and this connection holds none")
+        generation = await self.residency.publish(session.claim.config, descriptors, session.context)
+        self._drop_claim(session)
+        self._open_lease(session, generation)
+        async with self._changed:
+            self._changed.notify_all()
+        return messages.Published(generation=generation.name)
+
+    async def _load(self, session: Session, request: messages.Load) -> None:
+        worker = LoadWorker(request.argv, request.env, self.path, self.residency.journal.path)
+        deadline = time.monotonic() + request.wait_s
+        try:
+            worker.start()
+            while (status := worker.poll()) is None:
+                claim = next((each for each in self.registry.claims if each.pid == worker.pid), None)
+                await session.channel.send(
+                    messages.Loading(
+                        pid=worker.pid,
+                        done=claim.done if claim else 0,
+                        total=claim.total if claim else 0,
+                        elapsed_s=round(worker.elapsed_s, 3),
+                    )
+                )
+                if time.monotonic() > deadline:
+                    raise CacheMiss(
+                        "timeout",
+                        f"the load worker (pid {worker.pid}) did not finish in {request.wait_s} s and was ended",
+                        output=worker.tail(),
+                    )
+                await asyncio.sleep(_PROGRESS_EVERY_S / 5)
+            worker.check(status)
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, worker.stop)
+        await session.channel.send(messages.Done(data={"pid": worker.pid, "seconds": round(worker.elapsed_s, 3)}))
+
+    def _release_on_request(self, request: messages.Release) -> list[str]:
+        names = [request.generation] if request.generation else list(self.registry.generations)
+        for name in names:
+            generation = self.registry.generations.get(name)
+            if generation is None:
+                raise CacheMiss("absent", f"no generation {name} is resident", found=list(self.registry.generations))
+            if generation.leases and not request.force:
+                raise ResourceError(
+                    f"generation {name} is in use",
+                    detail="capacity",
+                    expected="no leases",
+                    found=", ".join(holders(generation)),
+                    remedy="Stop its engines first; with --force memory returns only when they end",
+                )
+        for name in names:
+            self.residency.release(name, "released")
+        return names
+
+    def explain(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Whether this identity would hit now; if not, why, with both sides of every differing field."""
+        try:
+            generation = self.registry.find(fields)
+        except CacheMiss as miss:
+            return {"would_hit": False, **miss.to_dict(), "differences": miss.data.get("differences", [])}
+        return {"would_hit": True, "generation": generation.name, "differences": []}
+
+    def describe(self) -> dict[str, Any]:
+        """What `readmit cache status` shows."""
+        journal = self.residency.journal
+        return {
+            "pid": os.getpid(),
+            "version": VERSION,
+            "instance": self.instance,
+            "socket": str(self.path),
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "rss_mib": round(_resident_bytes() / 2**20, 1),
+            "capacity": self.registry.capacity,
+            "resident_bytes": self.registry.resident_bytes,
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptor_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "keeper": self.residency.notifier.active,
+            "connections": len(self._sessions),
+            "generations": [generation.describe() for generation in self.registry.generations.values()],
+            "claims": [claim.describe() for claim in self.registry.claims],
+            "losses": [{"generation": loss.generation, "detail": loss.detail} for loss in self.registry.losses],
+            "journal": {"spool_bytes": journal.spool_bytes(), "lost": journal.lost},
+        }
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
