@@ -368,7 +368,7 @@ class Replay:
         # One slot has one open episode: whoever opened another one took the first for over.
         closed = [self._close(slot.episode, "abandoned", fault_ns)] if slot.episode else []
         clock = facts.get("fault_clock", "exit")
-        episode = Episode(id_, event.node, slot.name, facts["cause"], fault_ns, clock, facts.get("previous"))
+        episode = Episode(id_, event.node, slot.name, event.name, fault_ns, clock, facts.get("previous"))
         self.started += 1
         self._episodes[id_] = slot.episode = episode
         for early in self._pending.pop(id_, ()):

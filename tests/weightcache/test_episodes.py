@@ -40,7 +40,7 @@ class Story:
         return self
 
     def open(self, at, cause="crash", **attributes):
-        return self.say(at, "episode_open", cause=cause, fault_boottime_ns=round(at * SECOND), **attributes)
+        return self.say(at, "episode_open", cause, fault_boottime_ns=round(at * SECOND), **attributes)
 
     def phase(self, name, begin, end=None, *, attempt=1, rank=None):
         self.say(begin, "phase_begin", name, attempt=attempt, rank=rank)

@@ -119,7 +119,7 @@ class TestKilledWriters:
             from pathlib import Path
             from weightcache.journal import Context, Journal
             journal = Journal(Path(sys.argv[1]), Context("node", "a", sys.argv[3], 1))
-            events = [("episode_open", "", {"cause": "crash"}), ("attempt_start", "", {}),
+            events = [("episode_open", "crash", {}), ("attempt_start", "", {}),
                       ("phase_begin", "load_weights", {}), ("lookup", "miss", {"reason": "absent"}),
                       ("phase_end", "load_weights", {}),
                       ("attempt_end", "ready", {}), ("episode_close", "ready", {})]
