@@ -1,0 +1,31 @@
+"""Lines for whoever watches the keeper, never at the price of waiting for them. Standard library only."""
+
+import os
+import select
+from typing import Final
+
+_ATOMIC: Final = select.PIPE_BUF
+
+
+def say(text: str) -> None:
+    """Print a line on standard error, or drop it when nobody takes it at once.
+
+    A terminal stopped with Ctrl-S, or a pipe whose reader is busy, would hold up every recovery.
+    """
+    offer(2, f"readmit: {text}\n".encode()[:_ATOMIC])
+
+
+def offer(fd: int, data: bytes) -> int:
+    """Write as much as can be written at once; returns the number of bytes taken."""
+    poller = select.poll()
+    try:
+        poller.register(fd, select.POLLOUT)
+        taken = 0
+        while taken < len(data):
+            ready = poller.poll(0)
+            if not ready or not ready[0][1] & select.POLLOUT:
+                break
+            taken += os.write(fd, data[taken : taken + _ATOMIC])
+    except OSError:  # the reader has gone
+        return len(data)
+    return taken

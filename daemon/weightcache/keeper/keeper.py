@@ -1,0 +1,394 @@
+"""The keeper itself: its children's lives, from taking over to leaving. Standard library only."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from weightcache.journal import Context, Journal, boottime_ns
+from weightcache.keeper.child import STORING_ROLES, Child
+from weightcache.keeper.console import say
+from weightcache.keeper.control import ControlServer
+from weightcache.keeper.fdstore import remove_dead_socket
+from weightcache.keeper.launch import raise_descriptor_limit
+from weightcache.keeper.loop import Loop
+from weightcache.keeper.notify import NotifySocket
+from weightcache.keeper.session import SessionEnd
+from weightcache.keeper.slot import ORDERED_CAUSES, Slot
+from weightcache.keeper.spec import ChildSpec, KeeperSpec
+from weightcache.keeper.state import ChildRecord, KeeperState
+from weightcache.paths import private_dir
+from weightcache.process import Exit, Process, reap_strangers
+from weightcache.sdnotify import Notifier
+
+TICK_S: Final = 5.0
+ECHO_S: Final = 0.2
+STOP_ORDER: Final = ("gate", "other", "engine", "daemon")
+LAST_LINES: Final = 20
+"""Lines of output shown when an engine is given up."""
+
+
+class Keeper:
+    """See the top of this module.
+
+    Raises:
+        ConfigError: the runtime or state folder cannot be used, or has a keeper already.
+    """
+
+    def __init__(self, spec: KeeperSpec) -> None:
+        self.spec = spec
+        self._output_dir = private_dir(private_dir(spec.state_dir) / "output")
+        self.state = KeeperState(spec.runtime_dir, [child.name for child in spec.children])
+        self._open_files = raise_descriptor_limit()
+        self._loop = Loop()
+        self._journal = Journal(spec.journal, Context(spec.node))
+        self._manager = Notifier.from_environment()
+        self._stages: list[str] | None = None
+        self._failed = False
+        self.children = [self._child(child) for child in spec.children]
+
+    def run(self) -> int:
+        """Keep the children until SIGTERM, SIGINT or SIGHUP; returns the exit status."""
+        self._loop.on_signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._on_signal)
+        self._take_over()
+        self._control = ControlServer(self._loop, self.state.control_path, self._answer)
+        self._manager.ready(f"{len(self.children)} processes")
+        self._repeat(TICK_S, self._tick)
+        if self.spec.foreground:
+            self._repeat(ECHO_S, self._echo)
+        self._loop.run()
+        self._leave()
+        return int(self._failed)
+
+    # Taking over
+
+    def _take_over(self) -> None:
+        predecessor, records = self.state.load()
+        if predecessor is not None:
+            self._journal.append("process", "exited", {"process": "keeper", "pid": predecessor})
+        self._journal.append("process", "started", {"process": "keeper", "pid": os.getpid()})
+        known = {child.name: child for child in self.children}
+        for record in records:
+            child = known.pop(record.name, None)
+            if child is not None:
+                self._resume(child, record)
+            elif record.pid is not None:
+                self._retire(record)
+        for child in known.values():
+            if child.slot is not None:
+                child.slot.resume()
+                child.slot.first_start()
+            self._start(child)
+
+    def _retire(self, record: ChildRecord) -> None:
+        """End a child that the spec knows no more."""
+        child = self._child(ChildSpec(record.name, record.role, ("true",)))
+        self.children.append(child)
+        child.ordered = True
+        self._resume(child, record)
+        if child.slot is not None:
+            child.slot.abandon("stopped")
+        if child.process is not None:
+            child.ordered = False
+            self._end(child, resumes=False)
+
+    def _resume(self, child: Child, record: ChildRecord) -> None:
+        """Go on with a child where the predecessor left it."""
+        if child.slot is not None:
+            child.slot.resume()
+        if record.pid is None or record.start_ticks is None:
+            if record.state in ("failed", "stopped"):
+                child.state = record.state
+                return
+            if child.slot is not None:
+                child.slot.first_start()
+            self._start(child)
+            return
+        child.open_output(self._output_dir)
+        child.since_ns = record.since_ns
+        process = Process.open(record.pid, record.start_ticks)
+        if process is None:
+            self._ended(child, record.pid, record.start_ticks, boottime_ns())
+            return
+        child.began(process, record.since_ns)
+        child.ready, child.adopted, child.state = record.ready, True, "running"
+        if child.slot is not None:
+            child.slot.spawned(process, "adopted")
+        else:
+            self._journal.append("process", "adopted", _about(child, process.pid, process.start_ticks))
+        self._loop.watch(process, lambda: self._on_exit(child))
+        say(f"adopted {child.name}, pid {process.pid}")
+        if child.role in STORING_ROLES:
+            process.send_signal(signal.SIGHUP)
+
+    def _child(self, spec: ChildSpec) -> Child:
+        slot = Slot(spec, self._journal) if spec.role == "engine" else None
+        child = Child(spec, self._loop, NotifySocket(self.state.notify_path(spec.name)), slot)
+        child.listen(self._on_ready)
+        return child
+
+    # Starting
+
+    def _start(self, child: Child) -> None:
+        child.cancel_timer()
+        child.state, child.starts, child.adopted, child.ordered = "starting", child.starts + 1, False, False
+        if child.slot is not None:
+            child.slot.start()
+        try:
+            context = child.slot.context if child.slot else self._journal.context
+            environment = self.spec.environment(child.spec, context, self.state.notify_path(child.name))
+            process = child.fork(environment, self._output_dir, self._open_files)
+        except OSError as error:  # no room for another process, descriptor or file
+            child.error = f"cannot start: {error}"
+            say(f"{child.name} {child.error}")
+            if child.slot is not None:
+                child.slot.not_started(child.error)
+            self._next(child, at_least_s=1.0)
+            return
+        self._save()
+        if child.slot is not None:
+            child.slot.spawned(process)
+        else:
+            self._journal.append("process", "spawned", _about(child, process.pid, process.start_ticks))
+        assert child.launch is not None
+        self._loop.watch(child.launch, lambda: self._on_exec(child))
+        self._loop.watch(process, lambda: self._on_exit(child))
+        child.launch.go()
+
+    def _on_exec(self, child: Child) -> None:
+        assert child.launch is not None
+        failure = child.launch.outcome()
+        self._loop.unwatch(child.launch)
+        child.launch.close()
+        child.launch = None
+        if failure is not None:
+            child.error = f"cannot execute {child.spec.argv[0]}: {failure.strerror}"
+            return
+        if child.slot is not None:
+            child.slot.end("spawn")
+        if child.state == "starting":
+            child.state = "running"
+
+    def _on_ready(self, child: Child) -> None:
+        first, child.ready = not child.ready, True
+        if child.slot is not None and self.spec.closes_episodes:
+            child.slot.ready()
+        if first and child.adopted and child.role in STORING_ROLES and child.process is not None:
+            child.process.send_signal(signal.SIGHUP)  # the one at adoption came before it could hear
+        self._save()
+
+    # Ending
+
+    def _on_exit(self, child: Child) -> None:
+        at_ns = boottime_ns()
+        process = child.process
+        assert process is not None
+        self._loop.unwatch(process)
+        child.hear()  # what it stored before it died
+        if child.launch is not None:
+            self._on_exec(child)
+        self._ended(child, process.pid, process.start_ticks, at_ns)
+
+    def _ended(self, child: Child, pid: int, ticks: int, at_ns: int) -> None:
+        """A child's process has ended; the rest of its session must follow before another can start."""
+        child.state = "ending"
+        child.cancel_timer()
+        SessionEnd(self._loop, pid, ticks, lambda stuck: self._cleared(child, stuck))
+        status = child.process.reap() if child.process else Exit(None, None)
+        child.last_exit = status
+        if child.process is not None:
+            child.process.close()
+            child.process = None
+        say(f"{child.name}, pid {pid}, ended {status}" + (f": {child.error}" if child.error else ""))
+        if child.slot is not None:
+            ordered = child.ordered or self._stages is not None
+            child.slot.exited(pid, ticks, status, at_ns, ordered=ordered, error=child.error)
+        else:
+            about = {**_about(child, pid, ticks), "exit_code": status.code, "signal": status.signal}
+            self._journal.append("process", "exited", about, at_ns=at_ns)
+        if child.output is not None:
+            child.output.keep_tail()
+
+    def _cleared(self, child: Child, stuck: int) -> None:
+        if stuck:
+            say(f"{child.name}: {stuck} of its processes do not die; going on without waiting for them")
+        if self.spec.foreground:
+            self._echo()
+        self._next(child)
+
+    def _next(self, child: Child, *, at_least_s: float = 0.0) -> None:
+        """Decide what follows the end of a child: nothing, or another start after a pause."""
+        slot = child.slot
+        if self._stages is not None or (child.ordered and not child.resumes):
+            child.state = "stopped"
+        elif child.ordered:
+            self._start(child)
+        elif slot is None:
+            self._start_after(child, max(at_least_s, child.pause_s()))
+        elif slot.hopeless:
+            self._give_up(child)
+        else:
+            slot.end("detect")
+            pause = max(at_least_s, slot.backoff_s())
+            if pause:
+                slot.begin("backoff")
+            self._start_after(child, pause)
+        self._save()
+        if self._stages is not None:
+            self._stop_next()
+
+    def _start_after(self, child: Child, seconds: float) -> None:
+        if not seconds:
+            self._start(child)
+            return
+        child.state = "waiting"
+        child.next_start = time.monotonic() + seconds
+
+        def due() -> None:
+            if child.slot is not None:
+                child.slot.end("backoff")
+            self._start(child)
+
+        child.timer = self._loop.after(seconds, due)
+
+    def _give_up(self, child: Child) -> None:
+        slot = child.slot
+        assert slot is not None
+        child.state = "failed"
+        lines = b"".join(child.output.tail(LAST_LINES) if child.output else []).decode(errors="replace").rstrip()
+        say(
+            f"{child.name} is given up: it ended {slot.spec.limit} times within {slot.spec.window_s:g} s without "
+            f"becoming ready, the last time {child.error or child.last_exit}. Its last lines of output"
+            + (f" ({child.output.path if child.output else 'none'}):\n{lines}" if lines else ": none")
+        )
+        slot.abandon("restarts_exhausted")
+        if self.spec.foreground:
+            self._failed = True
+            self._stop()
+
+    def _end(self, child: Child, *, resumes: bool) -> None:
+        """Tell a child to end, and, if it resumes, start it again then."""
+        told, child.ordered, child.resumes = child.ordered, True, resumes
+        if child.process is None:
+            child.cancel_timer()
+            if child.state != "ending":
+                self._next(child)
+            return
+        if told:
+            return
+        child.state = "ending"
+        child.process.terminate_group()
+        child.timer = self._loop.after(child.spec.stop_s, lambda: self._kill(child))
+
+    def _kill(self, child: Child) -> None:
+        if child.process is not None:
+            say(f"{child.name} did not end within {child.spec.stop_s:g} s of SIGTERM and is killed")
+            child.process.send_signal(signal.SIGKILL)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stages is None:
+            say(f"{signal.Signals(number).name}: stopping")
+            self._stop()
+        elif number == signal.SIGINT:  # somebody at a terminal does not want to wait
+            for child in self.children:
+                self._kill(child)
+
+    def _stop(self) -> None:
+        self._manager.stopping()
+        for child in self.children:
+            if child.slot is not None:
+                child.slot.abandon("stopped")
+        self._stages = list(STOP_ORDER)
+        self._stop_next()
+
+    def _stop_next(self) -> None:
+        """End the children stage by stage; called again whenever one has ended."""
+        while self._stages:
+            stage = [child for child in self.children if child.role == self._stages[0] and not child.at_rest]
+            for child in stage:
+                self._end(child, resumes=False)
+            if any(not child.at_rest for child in stage):
+                return
+            self._stages.pop(0)
+        self._loop.stop()
+
+    def _leave(self) -> None:
+        """Leave nothing behind."""
+        self._control.close()
+        listeners = [path for child in self.children for path in child.store.listening_at()]
+        for child in self.children:
+            child.close()
+        for path in listeners:
+            remove_dead_socket(path)
+        about = {"process": "keeper", "pid": os.getpid(), "exit_code": int(self._failed), "signal": None}
+        self._journal.append("process", "exited", about)
+        self._journal.close()
+        self._loop.close()
+        self.state.remove()
+
+    # Telling and being told
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request:
+            case {"status": True}:
+                children = [child.facts() for child in self.children]
+                return {"pid": os.getpid(), "node": self.spec.node, "children": children}
+            case {"restart": str(name)}:
+                return self._order(self._named(name), request)
+            case {"stop": True}:
+                self._loop.after(0, self._stop)
+                return {"ok": True}
+            case {"stop": str(name)}:
+                child = self._named(name)
+                if child.slot is not None:
+                    child.slot.abandon("stopped")
+                self._end(child, resumes=False)
+                return {"ok": True}
+        raise ValueError('a request is {"status": true}, {"restart": NAME, "cause": CAUSE} or {"stop": NAME or true}')
+
+    def _order(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
+        if self._stages is not None:
+            raise ValueError("the keeper is stopping")
+        if child.slot is not None:
+            cause = request.get("cause")
+            if cause not in ORDERED_CAUSES:
+                raise ValueError(f"a restart needs a cause, one of {', '.join(ORDERED_CAUSES)}; found {cause!r}")
+            fault = {key: request[key] for key in ("fault_ns", "fault_clock") if key in request}
+            child.slot.order(cause, **fault)
+        self._end(child, resumes=True)
+        return {"ok": True, "episode": child.slot.episode if child.slot else None}
+
+    def _named(self, name: str) -> Child:
+        for child in self.children:
+            if child.name == name:
+                return child
+        raise ValueError(f"there is no {name!r} here, only {', '.join(child.name for child in self.children)}")
+
+    def _tick(self) -> None:
+        for child in self.children:
+            child.tick()
+        if os.getpid() == 1:
+            reap_strangers([child.process.pid for child in self.children if child.process])
+
+    def _echo(self) -> None:
+        for child in self.children:
+            if child.slot is not None and child.output is not None:
+                child.output.show(1)
+
+    def _repeat(self, seconds: float, callback: Callable[[], None]) -> None:
+        def again() -> None:
+            callback()
+            self._loop.after(seconds, again)
+
+        self._loop.after(seconds, again)
+
+    def _save(self) -> None:
+        try:
+            self.state.save(self.spec.node, [child.record() for child in self.children])
+        except OSError as error:
+            say(f"a successor would not know of the present children: {error}")
+
+
+def _about(child: Child, pid: int, start_ticks: int) -> dict[str, Any]:
+    return {"process": child.role, "pid": pid, "start_ticks": start_ticks}

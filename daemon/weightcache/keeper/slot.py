@@ -1,0 +1,239 @@
+"""A slot: the place where one engine runs, its episodes in the journal, and when to try again.
+
+What is known of past attempts is read from the journal, where the gate writes too: it is the gate that closes an
+episode, after correct answers. Standard library only.
+"""
+
+import sqlite3
+from pathlib import Path
+from typing import Any, Final
+
+from weightcache.journal import Context, Event, Journal, boot_id, boottime_ns, new_episode_id
+from weightcache.keeper.console import say
+from weightcache.keeper.spec import ChildSpec
+from weightcache.process import Exit, Process, oom_counter, oom_kills
+from weightcache.vocabulary import CAUSES
+
+ORDERED_CAUSES: Final = tuple(cause for cause in CAUSES if cause not in ("first_start", "oom_kill", "node_reboot"))
+"""Causes that an operator or the gate may give for a restart; the others are found, not given."""
+_SIGKILL: Final = 9
+
+
+class OomWatch:
+    """Proof, or not, that the kernel killed a process for memory: its cgroup's counter before and after."""
+
+    def __init__(self) -> None:
+        self._counter: Path | None = None
+        self._before: int | None = None
+
+    def look(self, pid: int | None = None) -> None:
+        """Note the counter now; with a pid, that of its cgroup. Called often, so that older kills prove nothing."""
+        if pid is not None:
+            self._counter = oom_counter(pid)
+        self._before = oom_kills(self._counter)
+
+    def verdict(self, exit_: Exit) -> tuple[str, dict[str, Any]]:
+        """The cause of a death and the evidence for it."""
+        after = oom_kills(self._counter)
+        if self._before is None or after is None or after <= self._before:
+            return "crash", {}
+        evidence = {"oom_kills_before": self._before, "oom_kills_after": after, "counter": str(self._counter)}
+        # A kill in the cgroup without SIGKILL to this very process hit another one: a fact to show, not a proof.
+        return "oom_kill" if exit_.signal == _SIGKILL else "crash", evidence
+
+
+class Slot:
+    """One engine's place.
+
+    Args:
+        spec: its child spec; ``limit``, ``window_s`` and ``backoff_s`` are its policy.
+        journal: the keeper's journal.
+
+    ``episode`` is the latest episode's id, None before the first; ``attempt`` the number of its latest attempt.
+    """
+
+    def __init__(self, spec: ChildSpec, journal: Journal) -> None:
+        self.spec = spec
+        self.episode: str | None = None
+        self.attempt = 0
+        self.oom = OomWatch()
+        self.hopeless = False
+        """The policy says to give up."""
+        self._journal = journal
+        self._faults: list[int] = []
+        """Times, boottime in nanoseconds, of this episode's unplanned ends of the engine."""
+        self._over = True
+        """The episode is closed, as far as this process knows; the gate's word is in the journal."""
+
+    @property
+    def context(self) -> Context:
+        """Where the events of the present attempt happen; also the engine's environment."""
+        return Context(self._journal.context.node, self.spec.name, self.episode, self.attempt or None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the latest episode is still open."""
+        if self._over or self.episode is None:
+            return False
+        self._over = self._has("episode_close", "episode = ?", self.episode)
+        return not self._over
+
+    def resume(self) -> None:
+        """Read where the slot stands from the journal."""
+        opened = self._find("kind = 'episode_open'")
+        if opened is None or opened.episode is None:
+            return
+        self.episode, self._over = opened.episode, False
+        started = self._find("kind = 'attempt_start' AND episode = ?", self.episode)
+        self.attempt = started.attempt or 0 if started else 0
+        fault = opened.attributes.get("fault_boottime_ns")
+        if fault is not None and opened.attributes.get("cause") in ("crash", "oom_kill"):
+            self._faults.append(fault)
+        ends = self._all("kind = 'attempt_end' AND episode = ? AND name = 'crashed'", self.episode)
+        self._faults += [event.boottime_ns for event in ends if event.boot_id == boot_id()]
+
+    def first_start(self) -> None:
+        """The keeper starts and there is no engine: open an episode, unless one is open in this boot."""
+        last = self._find("kind = 'process'")
+        rebooted = last is not None and last.boot_id != boot_id()
+        # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
+        cause = "node_reboot" if rebooted and last is not None and last.name != "exited" else "first_start"
+        if self.is_open:
+            if not rebooted:
+                self._end_attempt("crashed", reason="keeper_lost")
+                return
+            self.abandon("node_reboot")
+        self._open(cause, boottime_ns(), "start")
+
+    def order(self, cause: str, *, fault_ns: int | None = None, fault_clock: str = "command") -> None:
+        """A restart was ordered: open an episode, or give up the attempt of the open one."""
+        if self.is_open:
+            self._end_attempt("abandoned", reason=cause)
+            self._faults = []
+        else:
+            self._open(cause, boottime_ns() if fault_ns is None else fault_ns, fault_clock)
+
+    def exited(
+        self, pid: int, start_ticks: int, exit_: Exit, at_ns: int, *, ordered: bool, error: str | None = None
+    ) -> None:
+        """The engine has ended.
+
+        Args:
+            pid: its process id.
+            start_ticks: when it had started.
+            exit_: how it ended.
+            at_ns: boottime at which that was noticed.
+            ordered: it was told to end; `order` or `abandon` has said why.
+            error: why it never ran, when exec failed.
+        """
+        status = {"exit_code": exit_.code, "signal": exit_.signal}
+        about = {"process": "engine", "pid": pid, "start_ticks": start_ticks, **status}
+        if not exit_.known:
+            about["status"] = "unknown: not a child of this keeper"
+        if error:
+            about["error"] = error
+        self._append("process", "exited", about, at_ns=at_ns)
+        if ordered:
+            return
+        cause, evidence = self.oom.verdict(exit_)
+        if self.is_open:
+            self._end_attempt("crashed", at_ns=at_ns, **status, **evidence)
+        else:
+            self._open(cause, at_ns, "exit", **evidence)
+        self._count(at_ns)
+        if not self.hopeless:
+            self.begin("detect", at_ns=at_ns)
+
+    def not_started(self, error: str) -> None:
+        """The attempt that has begun got no process."""
+        self._end_attempt("crashed", error=error)
+        self._count(boottime_ns())
+
+    def _count(self, fault_ns: int) -> None:
+        oldest = fault_ns - self.spec.window_s * 1e9
+        self._faults = [fault for fault in (*self._faults, fault_ns) if fault >= oldest]
+        self.hopeless = 0 < self.spec.limit <= len(self._faults)
+
+    def backoff_s(self) -> float:
+        """Seconds to wait before the next attempt; the first after good service is at once."""
+        pauses = self.spec.backoff_s
+        return pauses[min(max(len(self._faults) - 1, 0), len(pauses) - 1)]
+
+    def begin(self, phase: str, *, at_ns: int | None = None) -> None:
+        """A phase begins of the attempt that comes next (or, for ``spawn``, that has begun)."""
+        self._append("phase_begin", phase, at_ns=at_ns, attempt=self._number(phase))
+
+    def end(self, phase: str) -> None:
+        """A phase of the keeper's has ended."""
+        self._append("phase_end", phase, attempt=self._number(phase))
+
+    def start(self) -> None:
+        """The next attempt begins; said before the fork."""
+        self.attempt += 1
+        self._append("attempt_start", "", {"command": list(self.spec.argv)})
+        self.begin("spawn")
+
+    def spawned(self, process: Process, name: str = "spawned") -> None:
+        """The engine's process exists (or, ``adopted``, is still there)."""
+        about = {"process": "engine", "pid": process.pid, "start_ticks": process.start_ticks}
+        self._append("process", name, about)
+        self.oom.look(process.pid)
+
+    def ready(self) -> None:
+        """The engine says it is up and nobody will ask it questions: the episode ends, unverified."""
+        if self.is_open:
+            self._end_attempt("ready")
+            self._close("ready", verified=False, generation=None)
+
+    def abandon(self, reason: str) -> None:
+        """Nobody will try again: end what is open."""
+        if self.is_open:
+            self._end_attempt("abandoned", reason=reason)
+            self._close("abandoned", reason=reason)
+
+    def _open(self, cause: str, fault_ns: int, clock: str, **evidence: Any) -> None:
+        previous, self.episode, self.attempt = self.episode, new_episode_id(), 0
+        self._faults, self._over = [], False
+        about = {"cause": cause, "fault_boottime_ns": fault_ns, "fault_clock": clock, "previous": previous, **evidence}
+        self._append("episode_open", cause, about)
+
+    def _close(self, outcome: str, **about: Any) -> None:
+        self._append("episode_close", outcome, about)
+        self._over = True
+
+    def _end_attempt(self, outcome: str, *, at_ns: int | None = None, **about: Any) -> None:
+        """End the present attempt, unless it has not begun or somebody has ended it already."""
+        condition = "kind = 'attempt_end' AND episode = ? AND attempt = ?"
+        if self.attempt and self._find(condition, self.episode, self.attempt) is None:
+            self._append("attempt_end", outcome, about, at_ns=at_ns)
+
+    def _number(self, phase: str) -> int:
+        return self.attempt if phase == "spawn" else self.attempt + 1
+
+    def _append(
+        self,
+        kind: str,
+        name: str,
+        attributes: dict[str, Any] | None = None,
+        *,
+        at_ns: int | None = None,
+        attempt: int | None = None,
+    ) -> None:
+        number = self.attempt if attempt is None else attempt
+        context = Context(self._journal.context.node, self.spec.name, self.episode, number or None)
+        self._journal.append(kind, name, attributes, at_ns=at_ns, context=context)
+
+    def _has(self, kind: str, condition: str, *values: object) -> bool:
+        return self._find(f"kind = '{kind}' AND {condition}", *values) is not None
+
+    def _find(self, condition: str, *values: object) -> Event | None:
+        events = self._all(f"{condition} ORDER BY id DESC LIMIT 1", *values)
+        return events[0] if events else None
+
+    def _all(self, condition: str, *values: object) -> list[Event]:
+        try:
+            return self._journal.query(f"WHERE slot = ? AND {condition}", self.spec.name, *values)
+        except sqlite3.Error as error:
+            # A recovery does not wait for its own bookkeeping; replay tells a second end of an attempt from the first.
+            say(f"the journal cannot be read: {error}")
+            return []

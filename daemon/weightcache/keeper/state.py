@@ -1,0 +1,116 @@
+"""What a keeper leaves on disk for its successor: who owns the runtime folder, and which children live.
+
+Standard library only.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weightcache.errors import ConfigError
+from weightcache.journal import boot_id
+from weightcache.paths import checked_socket_path, private_dir
+
+
+class ChildRecord(NamedTuple):
+    """One child as its keeper knew it last. ``pid`` is None while it had no process."""
+
+    name: str
+    role: str
+    state: str
+    pid: int | None
+    start_ticks: int | None
+    ready: bool
+    since_ns: int
+
+
+class KeeperState:
+    """The keeper's part of a runtime folder, owned by a lock that the kernel releases when its holder dies.
+
+    Raises:
+        ConfigError: ``already_running``, when another keeper holds the lock; ``not_private``, ``path_too_long``.
+    """
+
+    def __init__(self, runtime_dir: Path, children: Iterable[str]) -> None:
+        self.folder = runtime_dir / "keeper"
+        self.control_path = checked_socket_path(runtime_dir / "keeper.sock")
+        for child in children:
+            self.notify_path(child)
+        private_dir(runtime_dir)
+        private_dir(self.folder)
+        self._file = runtime_dir / "keeper.json"
+        self._lock_path = self.folder / "lock"
+        self._lock = _acquire(self._lock_path, runtime_dir)
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def notify_path(self, child: str) -> Path:
+        """Where a child's notify socket is bound."""
+        return checked_socket_path(self.folder / f"{child}.sock")
+
+    def load(self) -> tuple[int | None, list[ChildRecord]]:
+        """The predecessor's pid and children; (None, []) after an orderly end or a reboot."""
+        return read(self._file.parent)
+
+    def save(self, node: str, children: list[ChildRecord]) -> None:
+        """Write down the children, whole or not at all."""
+        data = {"pid": os.getpid(), "boot_id": boot_id(), "node": node, "children": [it._asdict() for it in children]}
+        fresh = self._file.with_suffix(".json.new")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            json.dump(data, file)
+        fresh.replace(self._file)
+
+    def remove(self) -> None:
+        """Leave nothing behind: the children have ended."""
+        for path in (self._file, self.control_path, self._lock_path):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody else's file in it, or a child's output
+            self.folder.rmdir()
+        self.close()
+
+    def close(self) -> None:
+        """Give up the folder."""
+        os.close(self._lock)
+
+
+def read(runtime_dir: Path) -> tuple[int | None, list[ChildRecord]]:
+    """The pid and the children of the keeper that looks after a runtime folder, or did last in this boot."""
+    try:
+        data: dict[str, Any] = json.loads((runtime_dir / "keeper.json").read_text())
+        if data["boot_id"] != boot_id():
+            return None, []
+        return data["pid"], [ChildRecord(**item) for item in data["children"]]
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            "keeper_state",
+            f"the state of an earlier keeper in {runtime_dir / 'keeper.json'} cannot be read: {error}",
+            remedy="End the processes it started, then remove the file",
+            path=str(runtime_dir / "keeper.json"),
+        ) from error
+
+
+def _acquire(path: Path, runtime_dir: Path) -> int:
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode().strip() or "unknown"
+            os.close(lock)
+            raise ConfigError(
+                "already_running",
+                f"a keeper with pid {holder} already looks after {runtime_dir}",
+                remedy="Stop that one first (SIGTERM), or give this node a runtime folder of its own",
+                path=str(runtime_dir),
+                pid=int(holder) if holder.isdecimal() else None,
+            ) from None
+        if os.fstat(lock).st_nlink:
+            return lock
+        os.close(lock)  # its last holder removed the file between our open and our lock
