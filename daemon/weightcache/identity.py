@@ -15,14 +15,16 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from weightcache import quantization
 from weightcache.checkpoint import Checkpoint, Folder, Stamp
+from weightcache.checkpoint.refusal import refusal
 from weightcache.checkpoint.stamp import stamp_file
 from weightcache.errors import CheckpointError
-from weightcache.fingerprint import stable_hash
+from weightcache.fingerprint import CacheConfig, stable_hash
 from weightcache.paths import private_dir, state_dir
 
 HASH_LIMIT_BYTES: Final = 1 << 30
@@ -94,6 +96,47 @@ def digest_of(
     if sum(file.size for file in files if file is not None) > hash_limit_bytes:
         return Identity(None, "unproven")
     return Identity(prove(Checkpoint.open(folder), state=state), "hashed")
+
+
+def cache_config(
+    source: Checkpoint | Folder, *, digest: str | None, engine: str, layout_id: str, dtype: str, **fields: Any
+) -> CacheConfig:
+    """The fingerprint of a checkpoint's weights for one engine.
+
+    Args:
+        source: the checkpoint; its quantisation is what `weightcache.quantization.of` says of it.
+        digest: its content identity, as far as it is known.
+        engine, layout_id, dtype: as in `CacheConfig`.
+        fields: further fields of `CacheConfig` (``torch_version``, ``tp_size``, ...).
+
+    Raises:
+        CheckpointError: ``config_invalid``, where no architecture is named; and as `weightcache.quantization.of`.
+        msgspec.ValidationError: a field is unknown, missing or of the wrong type.
+    """
+    folder = source if isinstance(source, Folder) else source.folder
+    found = quantization.of(source)
+    architectures = folder.config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise refusal(
+            "config_invalid",
+            f"config.json in {folder.path} does not say which architecture the model has",
+            expected="a list of names under architectures",
+            found=ascii(architectures)[:200],
+            remedy="Correct config.json",
+            file=folder.locate("config.json"),
+        )
+    named = {
+        "model_path": folder.path,
+        "model_arch": architectures[0],
+        "revision": folder.revision,
+        "checkpoint_digest": digest,
+        "quant_method": found.method,
+        "quant_config_hash": found.config_hash,
+        "dtype": dtype,
+        "engine": engine,
+        "layout_id": layout_id,
+    }
+    return CacheConfig.from_dict({**fields, **named})
 
 
 def lookup(checkpoint: Checkpoint, *, state: Path | None = None) -> str | None:

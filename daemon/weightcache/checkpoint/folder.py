@@ -6,6 +6,7 @@ the whole repository (``models--org--name`` with ``refs``, ``snapshots``, ``blob
 
 import os
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final
 
@@ -16,6 +17,9 @@ from weightcache.errors import CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
 SUFFIX: Final = ".safetensors"
+_MAX_DEPTH: Final = 32
+"""Levels of a config: real ones have four, and whoever walks one should not have to count."""
+
 _PART: Final = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)")
 
 
@@ -67,7 +71,7 @@ class Folder:
                 remedy="Give the hub cache's folder of the repository, or leave the revision out",
                 path=asked,
             )
-        return cls(asked, root, commit, read_object(_settings(root, "config.json"), "config_invalid"))
+        return cls(asked, root, commit, _read_config(root))
 
     def locate(self, name: str) -> str:
         """The path of the file called `name` in this folder."""
@@ -230,6 +234,28 @@ def _no_folder(asked: str, root: str) -> CheckpointError:
         )  # fmt: skip
     found = "a file" if os.path.exists(root) else "nothing"
     return refusal("folder_missing", f"There is no folder {asked}", found=found, remedy="Check the path", **facts)
+
+
+def _read_config(root: str) -> dict[str, Any]:
+    path = _settings(root, "config.json")
+    config = read_object(path, "config_invalid")
+    level: list[Any] = [config]
+    for _ in range(_MAX_DEPTH):
+        level = [item for section in level if isinstance(section, dict | list) for item in _items(section)]
+    if level:
+        raise refusal(
+            "config_invalid",
+            "config.json is nested too deeply",
+            expected=f"at most {_MAX_DEPTH} levels",
+            found="more",
+            remedy="Download the model again",
+            file=path,
+        )
+    return config
+
+
+def _items(section: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return section.values() if isinstance(section, dict) else section
 
 
 def _settings(root: str, name: str) -> str:
