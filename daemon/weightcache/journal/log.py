@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +25,12 @@ _of_parents: Final[list[sqlite3.Connection]] = []
 """Connections that came across a fork. Closing one here would touch locks and files that the parent uses."""
 
 
-@dataclass
 class Timing:
     """How long a phase took; ``seconds`` is set when the phase ends."""
 
-    began_ns: int
-    seconds: float = 0.0
+    def __init__(self, began_ns: int) -> None:
+        self.began_ns = began_ns
+        self.seconds = 0.0
 
 
 class Journal:
@@ -67,7 +66,7 @@ class Journal:
 
     def bound(self, **changes: Any) -> "Journal":
         """A journal on the same file whose events carry another slot, episode, attempt or rank."""
-        return Journal(self.path, replace(self.context, **changes), checkpoints=self._checkpoints)
+        return Journal(self.path, self.context._replace(**changes), checkpoints=self._checkpoints)
 
     def append(
         self,

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import platform
 import select
 import socket
 import stat
@@ -136,7 +135,7 @@ def _same_file(one: int, other: int) -> bool:
     try:
         return fcntl.fcntl(one, _F_DUPFD_QUERY, other) == 1
     except OSError:  # EINVAL before Linux 6.10
-        number = _SYS_KCMP.get(platform.machine())
+        number = _SYS_KCMP.get(os.uname().machine)
     if number is None:
         return False
     import ctypes  # costs half a MiB, which only old kernels have to pay
