@@ -15,26 +15,26 @@ SOCKET_PATH_MAX: Final = 107
 """Bytes of a socket's path: ``sun_path`` has 108, the last of them the closing zero (unix(7))."""
 
 
-def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The private folder of sockets and keeper state, made if absent.
+def runtime_dir(environ: Mapping[str, str] = os.environ, *, create: bool = True) -> Path:
+    """The private folder of sockets and keeper state, made if absent (or only named, without ``create``).
 
     It is ``READMIT_RUNTIME``, else ``readmit`` below ``XDG_RUNTIME_DIR``, else ``/tmp/readmit-UID``.
 
     Raises:
         ConfigError: ``not_private``, when others own it or can enter it; ``path`` when it cannot be made.
     """
-    return private_dir(_runtime_dir(environ))
+    return private_dir(_runtime_dir(environ)) if create else _runtime_dir(environ)
 
 
-def state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The private folder of journal, spans and engine output, made if absent.
+def state_dir(environ: Mapping[str, str] = os.environ, *, create: bool = True) -> Path:
+    """The private folder of journal, spans and engine output, made if absent (or only named, without ``create``).
 
     It is ``READMIT_STATE``, else ``readmit`` below ``XDG_STATE_HOME``, else ``~/.local/state/readmit``.
 
     Raises:
         ConfigError: ``not_private``, when others own it or can enter it; ``path`` when it cannot be made.
     """
-    return private_dir(_state_dir(environ))
+    return private_dir(_state_dir(environ)) if create else _state_dir(environ)
 
 
 def socket_path(environ: Mapping[str, str] = os.environ) -> Path:

@@ -258,8 +258,8 @@ class Keeper:
         child.state = "failed"
         lines = b"".join(child.output.tail(LAST_LINES) if child.output else []).decode(errors="replace").rstrip()
         say(
-            f"{child.name} is given up: it ended {slot.spec.limit} times within {slot.spec.window_s:g} s without "
-            f"becoming ready, the last time {child.error or child.last_exit}. Its last lines of output"
+            f"{child.name} is given up: {slot.why_hopeless(child.last_exit)}, "
+            f"the last time {child.error or child.last_exit}. Its last lines of output"
             + (f" ({child.output.path if child.output else 'none'}):\n{lines}" if lines else ": none")
         )
         slot.abandon("restarts_exhausted")

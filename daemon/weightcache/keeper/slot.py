@@ -4,6 +4,7 @@ What is known of past attempts is read from the journal, where the gate writes t
 episode, after correct answers. Standard library only.
 """
 
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any, Final
@@ -58,12 +59,12 @@ class Slot:
         self.attempt = 0
         self.oom = OomWatch()
         self.hopeless = False
-        """The policy says to give up."""
+        """The policy says to give up, or the engine itself: it exits with EX_CONFIG when trying again cannot help."""
         self._journal = journal
         self._faults: list[int] = []
         """Times, boottime in nanoseconds, of this episode's unplanned ends of the engine."""
         self._over = True
-        """The episode is closed, as far as this process knows; the gate's word is in the journal."""
+        self._opened_ns = 0
 
     @property
     def context(self) -> Context:
@@ -72,18 +73,20 @@ class Slot:
 
     @property
     def is_open(self) -> bool:
-        """Whether the latest episode is still open."""
-        if self._over or self.episode is None:
-            return False
-        self._over = self._has("episode_close", "episode = ?", self.episode)
+        """Whether the slot is in an episode; the gate may have closed the keeper's, or opened one of its own."""
+        opened = self._find("kind = 'episode_open'")
+        if opened is not None and opened.boot_id == boot_id() and opened.boottime_ns > self._opened_ns:
+            self._take_up(opened)
+        if not self._over:
+            self._over = self._find("kind = 'episode_close' AND episode = ?", self.episode) is not None
         return not self._over
 
     def resume(self) -> None:
         """Read where the slot stands from the journal."""
         opened = self._find("kind = 'episode_open'")
-        if opened is None or opened.episode is None:
+        if opened is None:
             return
-        self.episode, self._over = opened.episode, False
+        self._take_up(opened)
         started = self._find("kind = 'attempt_start' AND episode = ?", self.episode)
         self.attempt = started.attempt or 0 if started else 0
         fault = opened.attributes.get("fault_boottime_ns")
@@ -141,6 +144,7 @@ class Slot:
         else:
             self._open(cause, at_ns, "exit", **evidence)
         self._count(at_ns)
+        self.hopeless = self.hopeless or exit_.code == os.EX_CONFIG
         if not self.hopeless:
             self.begin("detect", at_ns=at_ns)
 
@@ -153,6 +157,12 @@ class Slot:
         oldest = fault_ns - self.spec.window_s * 1e9
         self._faults = [fault for fault in (*self._faults, fault_ns) if fault >= oldest]
         self.hopeless = 0 < self.spec.limit <= len(self._faults)
+
+    def why_hopeless(self, exit_: Exit) -> str:
+        """For people: why nobody tries again."""
+        if exit_.code == os.EX_CONFIG:
+            return "it says that its settings or files cannot work"
+        return f"it ended {len(self._faults)} times within {self.spec.window_s:g} s without becoming ready"
 
     def backoff_s(self) -> float:
         """Seconds to wait before the next attempt; the first after good service is at once."""
@@ -191,11 +201,15 @@ class Slot:
             self._end_attempt("abandoned", reason=reason)
             self._close("abandoned", reason=reason)
 
+    def _take_up(self, opened: Event) -> None:
+        self.episode, self._opened_ns, self.attempt = opened.episode, opened.boottime_ns, 0
+        self._faults, self._over = [], False
+
     def _open(self, cause: str, fault_ns: int, clock: str, **evidence: Any) -> None:
         previous, self.episode, self.attempt = self.episode, new_episode_id(), 0
-        self._faults, self._over = [], False
+        self._opened_ns, self._faults, self._over = boottime_ns(), [], False
         about = {"cause": cause, "fault_boottime_ns": fault_ns, "fault_clock": clock, "previous": previous, **evidence}
-        self._append("episode_open", cause, about)
+        self._append("episode_open", cause, about, at_ns=self._opened_ns)
 
     def _close(self, outcome: str, **about: Any) -> None:
         self._append("episode_close", outcome, about)
@@ -222,9 +236,6 @@ class Slot:
         number = self.attempt if attempt is None else attempt
         context = Context(self._journal.context.node, self.spec.name, self.episode, number or None)
         self._journal.append(kind, name, attributes, at_ns=at_ns, context=context)
-
-    def _has(self, kind: str, condition: str, *values: object) -> bool:
-        return self._find(f"kind = '{kind}' AND {condition}", *values) is not None
 
     def _find(self, condition: str, *values: object) -> Event | None:
         events = self._all(f"{condition} ORDER BY id DESC LIMIT 1", *values)
