@@ -287,6 +287,13 @@ class Slot:
         return episode.attempt if episode else None
 
 
+class Change(NamedTuple):
+    """What one event did to the episodes."""
+
+    opened: Episode | None
+    closed: list[Episode]
+
+
 class Replay:
     """The state that a journal's events add up to, kept up to date event by event.
 
@@ -333,47 +340,49 @@ class Replay:
             fed += len(events)
         return fed
 
-    def feed(self, event: Event) -> list[Episode]:
-        """Take in one event; returns the episodes that it closed."""
+    def feed(self, event: Event) -> Change:
+        """Take in one event; returns the episodes that it opened and closed."""
         self.position = max(self.position, event.id)
         at_ns = self.clock.place(event)
-        closed: list[Episode] = []
+        change = Change(None, [])
         if event.slot is not None:
             slot = self.slots.setdefault(event.slot, Slot(event.slot))
             if event.kind == "slot_state" and at_ns >= slot.state_ns:
                 slot.state, slot.state_ns = event.name, at_ns
             if event.kind == "episode_open" and event.episode is not None and event.episode not in self._episodes:
-                closed += self._open(slot, event, event.episode, at_ns)
+                change = self._open(slot, event, event.episode, at_ns)
         if event.episode is None:
-            return closed
+            return change
         episode = self._episodes.get(event.episode)
         if episode is None:
             if event.kind != "episode_close":
                 self._wait(event, event.episode)
-            return closed
+            return change
         episode._feed(event, at_ns)
         if event.kind == "episode_close" and episode.is_open:
             episode.verified, episode.generation = event.attributes.get("verified"), event.attributes.get("generation")
             episode._closed_path = event.attributes.get("path")
-            closed.append(self._close(episode, event.name, at_ns))
-        return closed
+            change.closed.append(self._close(episode, event.name, at_ns))
+        return change
 
-    def _open(self, slot: Slot, event: Event, id_: str, at_ns: int) -> list[Episode]:
+    def _open(self, slot: Slot, event: Event, id_: str, at_ns: int) -> Change:
         facts = event.attributes
         fault_ns = at_ns
         if (boottime := facts.get("fault_boottime_ns")) is not None:
             fault_ns = min(at_ns, self.clock.place_boottime(event, boottime))
         elif (wall := facts.get("fault_wall_ns")) is not None:
             fault_ns = min(at_ns, wall)
+        if slot.last is not None and slot.last.closed_ns is not None:
+            fault_ns = max(fault_ns, slot.last.closed_ns)  # the same moment is not lost twice
         # One slot has one open episode: whoever opened another one took the first for over.
         closed = [self._close(slot.episode, "abandoned", fault_ns)] if slot.episode else []
-        clock = facts.get("fault_clock", "exit")
-        episode = Episode(id_, event.node, slot.name, event.name, fault_ns, clock, facts.get("previous"))
+        cause, clock = facts.get("cause") or event.name, facts.get("fault_clock", "exit")
+        episode = Episode(id_, event.node, slot.name, cause, fault_ns, clock, facts.get("previous"))
         self.started += 1
         self._episodes[id_] = slot.episode = episode
         for early in self._pending.pop(id_, ()):
             episode._feed(early, self.clock.place(early))
-        return closed
+        return Change(episode, closed)
 
     def _close(self, episode: Episode, outcome: str, at_ns: int) -> Episode:
         episode._close(outcome, at_ns)

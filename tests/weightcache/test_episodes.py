@@ -3,56 +3,10 @@
 import itertools
 
 import pytest
+from tests.fixtures.story import BOOT_WALL, SECOND, Story, recovery
 
 from weightcache.episodes import Episode, Replay
-from weightcache.journal import Event
 from weightcache.vocabulary import UNATTRIBUTED
-
-SECOND = 1_000_000_000
-BOOT_WALL = 1_700_000_000 * SECOND
-
-
-class Story:
-    """Writes events with a time in seconds since boot."""
-
-    def __init__(self, *, slot="a", episode="e" * 32, boot="boot-1", boot_wall=BOOT_WALL):
-        self.slot, self.episode, self.boot, self.boot_wall = slot, episode, boot, boot_wall
-        self.events = []
-
-    def say(self, at, kind, name="", *, attempt=None, rank=None, **attributes):
-        at_ns = round(at * SECOND)
-        self.events.append(
-            Event(
-                len(self.events) + 1,
-                self.boot,
-                at_ns,
-                self.boot_wall + at_ns,
-                "node",
-                self.slot,
-                self.episode,
-                attempt,
-                rank,
-                kind,
-                name,
-                attributes,
-            )
-        )
-        return self
-
-    def open(self, at, cause="crash", **attributes):
-        return self.say(at, "episode_open", cause, fault_boottime_ns=round(at * SECOND), **attributes)
-
-    def phase(self, name, begin, end=None, *, attempt=1, rank=None):
-        self.say(begin, "phase_begin", name, attempt=attempt, rank=rank)
-        if end is not None:
-            self.say(end, "phase_end", name, attempt=attempt, rank=rank)
-        return self
-
-    def lookup(self, at, result, *, attempt=1, rank=0, **attributes):
-        return self.say(at, "lookup", result, attempt=attempt, rank=rank, **attributes)
-
-    def close(self, at, outcome="ready", **attributes):
-        return self.say(at, "episode_close", outcome, attempt=1, **attributes)
 
 
 def replay(*stories, order=None) -> Replay:
@@ -68,20 +22,6 @@ def replay(*stories, order=None) -> Replay:
 def only(state: Replay) -> Episode:
     (episode,) = state.episodes
     return episode
-
-
-def recovery() -> Story:
-    story = Story().open(100)
-    story.phase("detect", 100, 100.5, attempt=None).phase("backoff", 100.5, 101.5, attempt=None)
-    story.say(101.5, "attempt_start", attempt=1, command=["serve"], starting_state={"page_cache": "warm"})
-    story.phase("spawn", 101.5, 101.6)
-    story.say(101.6, "process", "spawned", attempt=1, process="engine", pid=77, start_ticks=10160)
-    story.phase("import", 101.6, 105)
-    story.phase("load_weights", 106, 108, rank=0).phase("load_weights.map", 106.2, 107, rank=0)
-    story.lookup(106.1, "hit")
-    story.phase("semantic_verify", 109, 110)
-    story.say(110, "attempt_end", "ready", attempt=1)
-    return story.close(110, verified=True, generation="g1")
 
 
 class TestOneRecovery:
