@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import msgspec
 from torch import nn
 
 from weightcache import messages
-from weightcache.arena import MappedArena
-from weightcache.arena.memfd import MemfdMapping
+from weightcache.arena import MappedArena, kinds
 from weightcache.binding import Binding, require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ImportRejected, ProtocolError
 from weightcache.fingerprint import CacheConfig
@@ -60,13 +60,22 @@ class Attachment:
     """The steps of one attach, each a part of ``load_weights``."""
 
     def __init__(
-        self, model: nn.Module, config: CacheConfig, mode: str, *, socket: Path, journal: Journal, verify: bool
+        self,
+        model: nn.Module,
+        config: CacheConfig,
+        mode: str,
+        *,
+        socket: Path,
+        journal: Journal,
+        verify: float | None = None,
+        device: int | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.socket = socket
         self.journal = journal
         self.verify = verify
+        self.device = device
         self.outcome = Outcome(path="off" if mode == "off" else "miss", mode=mode)
         self.connection: Connection | None = None
 
@@ -140,11 +149,12 @@ class Attachment:
 
     def _place(self, generation: str, manifest: Manifest, chunks: list[int]) -> None:
         with self.part("map"):
-            mapped = _map(manifest, chunks)
+            mapped = _map(manifest, chunks, self.device)
             tensors = mapped.views(manifest)
-        if self.verify:
+        share = kinds.verified_share(manifest) if self.verify is None else self.verify
+        if share > 0:
             with self.part("verify"):
-                check_digests(manifest, mapped)
+                check_digests(manifest, mapped, share)
         with self.part("bind"):
             binding = Binding(self.model, manifest, tensors)
             binding.place_parameters()
@@ -173,13 +183,18 @@ class Attachment:
         return self.outcome
 
 
-def check_digests(manifest: Manifest, mapped: MappedArena) -> None:
-    """Check every mapped byte against the digests taken at publish.
+def check_digests(manifest: Manifest, mapped: MappedArena, share: float = 1.0) -> None:
+    """Check mapped bytes against the digests taken at publish.
+
+    Args:
+        share: of the tensors, drawn anew each time; 1 checks every byte.
 
     Raises:
         ImportRejected: reason ``integrity``, naming the tensors that differ.
     """
-    rows = range(len(manifest))
+    rows: Sequence[int] = range(len(manifest))
+    if share < 1:
+        rows = sorted(random.sample(rows, min(len(rows), max(1, round(share * len(rows))))))
     differing = [
         manifest.names[row]
         for row, found in zip(rows, mapped.digests(manifest, rows), strict=True)
@@ -208,7 +223,7 @@ def _ask_for(
     raise ProtocolError("protocol", "the daemon ended its answer without weights")
 
 
-def _map(manifest: Manifest, chunks: list[int]) -> MappedArena:
+def _map(manifest: Manifest, chunks: list[int], device: int | None) -> MappedArena:
     if len(chunks) != len(manifest.chunks):
         raise ImportRejected(
             "manifest_invalid",
@@ -216,11 +231,7 @@ def _map(manifest: Manifest, chunks: list[int]) -> MappedArena:
             expected=len(manifest.chunks),
             found=len(chunks),
         )
-    if manifest.arena == "memfd":
-        return MemfdMapping(chunks[0], manifest.size)
-    raise CacheMiss(
-        "device", f"the weights are on {manifest.device or manifest.arena}", expected="memfd", found=manifest.arena
-    )
+    return kinds.mapping(manifest, chunks, device)
 
 
 def ignore_progress(done: int, total: int) -> None:

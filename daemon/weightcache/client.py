@@ -44,7 +44,8 @@ def attach(
     socket: Path | None = None,
     journal: Journal | None = None,
     policies: Mapping[str, str] | None = None,
-    verify: bool = False,
+    verify: float | None = None,
+    device: int | None = None,
     wait_s: float = 1800.0,
     detach: bool = False,
     progress: Progress | None = None,
@@ -63,7 +64,9 @@ def attach(
         socket: the daemon's socket; `weightcache.paths.socket_path` if None.
         journal: where parts of ``load_weights`` and the lookup go; the environment's if None.
         policies: what to do by reason, in place of the defaults of the mode.
-        verify: check every byte against the manifest's digests before binding.
+        verify: share of the tensors whose every byte is checked against the manifest before binding; if None, all of
+            them on a GPU and none on the CPU, where sealed bytes cannot change.
+        device: CUDA ordinal for weights on a GPU; torch's current device if None.
         wait_s: limit for somebody else's load, and for the daemon's.
         detach: let a daemon started here outlive this process.
         progress: told about the load this waits for.
@@ -86,6 +89,7 @@ def attach(
         socket=socket or (paths.socket_path() if mode != "off" else Path()),
         journal=journal or Journal.from_environment(),
         verify=verify,
+        device=device,
     )
     if mode == "off":
         return attachment.load_privately(load)
@@ -119,6 +123,7 @@ class _Recovery:
             try:
                 if self.outcome.mode == "daemon":
                     ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
+                self._require_export()
                 self.attachment.map(0.0, None)
             except CacheMiss as miss:
                 self._miss(miss, load_command)
@@ -181,7 +186,7 @@ class _Recovery:
             raise miss
         claimed = miss.reason in PUBLISHES_AFTER and self._claim(replace)
         self._require_memory(miss)
-        if claimed and memory.available().bytes < 2 * self.load_bytes:
+        if claimed and not self._on_gpu and self._available().bytes < 2 * self.load_bytes:
             self.outcome.private_because = "publishing would need memory for a second copy while it copies"
             claimed = False
         if not claimed:
@@ -203,7 +208,7 @@ class _Recovery:
         return True
 
     def _require_memory(self, miss: CacheMiss) -> None:
-        there = memory.available()
+        there = self._available()
         if self.load_bytes > there.bytes:
             raise ResourceError(
                 f"no memory for a second copy of the weights beside what is resident ({miss.reason})",
@@ -213,6 +218,23 @@ class _Recovery:
                 needed=self.load_bytes,
                 available=there.bytes,
             ) from miss
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.attachment.config.device_capability is not None
+
+    def _require_export(self) -> None:
+        if self._on_gpu:
+            from weightcache.arena.cuda_vmm import require_export
+
+            require_export(self.attachment.device)
+
+    def _available(self) -> memory.Available:
+        if self._on_gpu:
+            from weightcache import device
+
+            return device.available(self.attachment.device)
+        return memory.available()
 
     def _report(self, done: int, total: int) -> None:
         now = time.monotonic()

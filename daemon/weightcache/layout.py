@@ -20,7 +20,7 @@ class Region(NamedTuple):
 
     offset: int
     size: int
-    source: torch.Tensor
+    source: torch.Tensor | None
     rows: list[int]
 
 
@@ -40,6 +40,12 @@ class Layout(NamedTuple):
     rows: list[Row]
     regions: list[Region]
     aliases: dict[str, int]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are: a GPU if any of them is on one."""
+        devices = {row.tensor.device for row in self.rows}
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     @property
     def shared(self) -> list[list[int]]:

@@ -9,13 +9,11 @@ from typing import NamedTuple
 from torch import nn
 
 from weightcache import layout
-from weightcache.arena import WritableArena
-from weightcache.arena.memfd import MemfdWriter
+from weightcache.arena import WritableArena, kinds
 from weightcache.arena.seals import sealed_file
-from weightcache.digest import tensor_digest
 from weightcache.errors import ResourceError
 from weightcache.fingerprint import CacheConfig
-from weightcache.manifest import Manifest, Publisher
+from weightcache.manifest import KINDS, Manifest, Publisher
 from weightcache.messages import Publish, Published
 from weightcache.protocol import Connection
 
@@ -54,12 +52,12 @@ def publish(
         CacheMiss: the daemon refused it.
     """
     plan = layout.of(model)
-    arena: WritableArena = MemfdWriter(plan.size)
+    arena = kinds.writer(plan.size, plan.device)
     try:
-        for region in plan.regions:
-            arena.write(region.offset, region.source)
-        manifest = _manifest(plan, arena, config, origin, slot, extras or {})
+        for number in range(len(plan.regions)):
+            _write(plan, number, arena)
         descriptors = arena.seal()
+        manifest = _manifest(plan, arena, config, origin, slot, extras or {})
     finally:
         arena.close()
     try:
@@ -73,6 +71,20 @@ def publish(
             raise ResourceError("too many descriptors are in flight", detail="descriptors", found=str(error)) from error
         raise
     return Resident(reply.generation, manifest, descriptors)
+
+
+def _write(plan: layout.Layout, number: int, arena: WritableArena) -> None:
+    """Copy a region's bytes to the arena. On a GPU its parameters move there, and their source is freed."""
+    region = plan.regions[number]
+    assert region.source is not None
+    arena.write(region.offset, region.source)
+    for row in region.rows:
+        _, tensor, kind, offset = plan.rows[row]
+        # Buffers stay where they are: engines write into them, and the arena will be read-only.
+        replacement = arena.view(offset, tensor) if kind == KINDS.index("parameter") else None
+        if replacement is not None:
+            tensor.data = replacement
+            plan.regions[number] = region._replace(source=None)
 
 
 def _manifest(
@@ -89,6 +101,7 @@ def _manifest(
         config=config,
         publisher=Publisher(os.getpid(), os.readlink("/proc/self/exe"), origin, slot, time.time_ns()),
         arena=arena.kind,
+        device=arena.device,
         chunks=arena.chunks(),
         names=[row.name for row in plan.rows],
         dtypes=list(dtypes),
@@ -99,8 +112,8 @@ def _manifest(
         kinds=bytes(row.kind for row in plan.rows),
         aliases=plan.aliases,
         shared=plan.shared,
-        digest_algorithm="blake3",
-        digest_size=32,
-        digests=b"".join(tensor_digest(row.tensor) for row in plan.rows),
+        digest_algorithm=arena.digest_algorithm,
+        digest_size=arena.digest_size,
+        digests=b"".join(arena.digests([(row.offset, row.tensor) for row in plan.rows])),
         extras=dict(extras),
     )

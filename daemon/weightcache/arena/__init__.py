@@ -27,9 +27,19 @@ class WritableArena(Protocol):
 
     kind: str
     size: int
+    device: str | None
+    """UUID of the GPU that the bytes are on, None in host memory."""
+    digest_algorithm: str
+    digest_size: int
 
     def write(self, offset: int, tensor: "torch.Tensor") -> None:
         """Copy a contiguous tensor's bytes to ``offset``."""
+
+    def view(self, offset: int, like: "torch.Tensor") -> "torch.Tensor | None":
+        """What takes the place of a tensor written to ``offset``, where there is no room for both; else None."""
+
+    def digests(self, rows: "Sequence[tuple[int, torch.Tensor]]") -> list[bytes]:
+        """The digest of each written tensor, given with its offset (or with what took its place)."""
 
     def seal(self) -> list[int]:
         """End writing; the descriptors (owned by the caller) that hold the bytes from now on, in order."""

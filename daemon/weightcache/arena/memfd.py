@@ -42,6 +42,9 @@ class MemfdWriter:
     """
 
     kind = "memfd"
+    device: str | None = None
+    digest_algorithm = "blake3"
+    digest_size = 32
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,6 +69,12 @@ class MemfdWriter:
         while rest:
             written = os.pwrite(self._descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
+
+    def view(self, offset: int, like: torch.Tensor) -> None:
+        return None
+
+    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
+        return [tensor_digest(tensor) for _, tensor in rows]
 
     def seal(self) -> list[int]:
         """Seal against writing, growing and shrinking, for good."""

@@ -1,0 +1,240 @@
+"""The digest `mix64`: 64 bits that change when any byte of a tensor does, at the speed of GPU memory.
+
+With the tensor's bytes as little-endian 64-bit words (the last one filled up with zeros), counted from 1::
+
+    mix(x):  three times x ^= x >> 32, multiplied by 0xD6E8FEB86659FD93 in between
+    digest = mix(sum over i of mix(word[i] ^ i * 0x9E3779B97F4A7C15) ^ bytes * 0x9E3779B97F4A7C15)
+
+All modulo 2**64. `mix` (T. Degski's mixer) is a bijection, so a change inside one word always changes the digest, and
+any other change escapes with a chance of 2**-64. The position keys tell swapped words apart. It guards against
+accidents, not against somebody who looks for a collision.
+
+On a GPU one Triton kernel takes all rows at once. Compiling it, and even letting Triton find what it compiled earlier
+(it hashes 400 MB of its own), takes longer than reading 96 GiB, so the compiled kernel is kept in a file of ours:
+a process that finds it there imports no Triton. Where neither is there, plain torch does the same, slower.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from weightcache.arena.cuda_driver import Driver, DriverError
+
+ALGORITHM: Final = "mix64"
+SIZE: Final = 8
+"""Bytes of a digest, little-endian."""
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_FACTOR: Final = 0xD6E8FEB86659FD93
+_TILE_WORDS: Final = 65536
+"""Words a program reads: 512 KiB, small enough to spread one 8B model over all multiprocessors evenly."""
+_STEP_WORDS: Final = 1 << 24
+"""Words that the torch formula takes at once; its temporaries are a few times these 128 MiB."""
+_ALIGNMENT: Final = 16
+"""The kernel loads 16 bytes at a time."""
+_log = logging.getLogger("weightcache.arena.cuda_digest")
+
+
+def digests(arena: torch.Tensor, extents: Sequence[tuple[int, int]], driver: Driver | None = None) -> list[bytes]:
+    """The digest of each extent of an arena.
+
+    Args:
+        arena: uint8, one dimension; its length is a multiple of 8.
+        extents: first byte and size in bytes of each row.
+        driver: where the arena's kernels run; None computes with torch, on whatever device the arena is.
+
+    Returns:
+        `SIZE` bytes each.
+    """
+    kernel = _kernel(driver, arena) if driver is not None and arena.is_cuda else None
+    if kernel is None:
+        sums = torch.tensor([_sum(arena[start : start + size]) for start, size in extents], dtype=torch.int64)
+    else:
+        sums = kernel.sums(arena, extents)
+    sizes = torch.tensor([size for _, size in extents], dtype=torch.int64)
+    content = _mix(sums ^ (sizes * _signed(_GOLDEN))).numpy().astype("<i8", copy=False).tobytes()
+    return [content[at : at + SIZE] for at in range(0, len(content), SIZE)]
+
+
+def prepare(driver: Driver, device: int) -> bool:
+    """Load the kernel, compiling it if this node has never done so. False where plain torch will have to do."""
+    return _kernel(driver, torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))) is not None
+
+
+# -- in torch -------------------------------------------------------------------------------------------------------
+
+
+def _sum(row: torch.Tensor) -> int:
+    """The sum over one row's words, as a signed 64-bit number."""
+    whole = row.numel() // 8
+    total = 0
+    if row.storage_offset() % 8:  # views of wider elements must start at a multiple of them
+        row = row.clone()
+    words = row[: whole * 8].view(torch.int64)
+    for start in range(0, whole, _STEP_WORDS):
+        step = words[start : start + _STEP_WORDS]
+        keys = torch.arange(start + 1, start + step.numel() + 1, dtype=torch.int64, device=row.device)
+        total += int(_mix(step ^ keys.mul_(_signed(_GOLDEN))).sum())
+    if row.numel() % 8:
+        last = int.from_bytes(bytes(row[whole * 8 :].tolist()), "little")
+        key = (whole + 1) * _GOLDEN % 2**64
+        total += int(_mix(torch.tensor([_signed(last ^ key)], dtype=torch.int64)))
+    return _signed(total % 2**64)
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    low = 0xFFFFFFFF  # int64 shifts keep the sign; what they shift in is cut off
+    for _ in range(2):
+        words = (words ^ ((words >> 32) & low)) * _signed(_FACTOR)
+    return words ^ ((words >> 32) & low)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+# -- in Triton ------------------------------------------------------------------------------------------------------
+
+
+class _Image(NamedTuple):
+    """A compiled kernel and how it is started; `parameters` counts the scratch pointers that Triton adds to ours."""
+
+    code: bytes
+    name: str
+    threads: int
+    shared: int
+    parameters: int
+
+
+class Kernel:
+    """The kernel, loaded into this process's context."""
+
+    def __init__(self, driver: Driver, image: _Image) -> None:
+        self._driver = driver
+        self._image = image
+        self._function: Any = driver.load_function(image.code, image.name)
+
+    def sums(self, arena: torch.Tensor, extents: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The sum over each row's words, int64 on CPU."""
+        base, device = arena.data_ptr(), arena.device
+        moved = []
+        addresses = [base + start for start, _ in extents]
+        for row, (start, size) in enumerate(extents):
+            if (base + start) % _ALIGNMENT and size:
+                moved.append(torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device))
+                moved[-1][:size] = arena[start : start + size]
+                addresses[row] = moved[-1].data_ptr()
+        sizes = torch.tensor([size for _, size in extents], dtype=torch.int64)
+        tiles = (sizes + (_TILE_WORDS * 8 - 1)) // (_TILE_WORDS * 8)
+        first_tiles = tiles.cumsum(0) - tiles
+        total = int(tiles.sum())
+        tile_rows = torch.repeat_interleave(torch.arange(len(extents)), tiles, output_size=total)
+        table = torch.stack([torch.tensor(addresses, dtype=torch.int64), sizes, first_tiles, torch.zeros_like(sizes)])
+        on_device, rows_on_device = table.to(device), tile_rows.to(torch.int32).to(device)
+        if total:
+            pointers = [on_device[column].data_ptr() for column in range(3)]
+            pointers += [rows_on_device.data_ptr(), on_device[3].data_ptr()]
+            pointers += [0] * (self._image.parameters - len(pointers))
+            stream = torch.cuda.current_stream(device).cuda_stream
+            self._driver.launch(self._function, total, self._image.threads, self._image.shared, stream, pointers)
+        return on_device[3].cpu()  # waits for the kernel, so nothing above is freed too early
+
+
+_kernels: dict[tuple[int, int], Kernel | None] = {}
+
+
+def _kernel(driver: Driver, arena: torch.Tensor) -> Kernel | None:
+    device = arena.device.index
+    key = (id(driver), device)
+    if key not in _kernels:
+        _kernels[key] = _load(driver, device)
+    return _kernels[key]
+
+
+def _load(driver: Driver, device: int) -> Kernel | None:
+    capability = driver.capability(device)
+    path = _kept(capability)
+    image = _read(path)
+    if image is not None:
+        try:
+            return Kernel(driver, image)
+        except DriverError as error:
+            _log.warning("the kernel kept in %s does not load and is compiled again: %s", path, error)
+    try:
+        image = _compile(capability)
+    except ImportError as error:
+        _log.warning("Triton is missing, so weights are verified with plain torch, several times slower: %s", error)
+        return None
+    kernel = Kernel(driver, image)
+    _prove(kernel, device)
+    _keep(path, image)
+    return kernel
+
+
+def _compile(capability: tuple[int, int]) -> _Image:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from weightcache.arena.mix64_kernel import mix64_sums
+
+    signature = {"addresses": "*i64", "sizes": "*i64", "first_tiles": "*i64", "tile_rows": "*i32", "sums": "*i64"}
+    source = ASTSource(mix64_sums, {**signature, "tile_words": "constexpr"}, {"tile_words": _TILE_WORDS})
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": 4})
+    entry = compiled.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
+    meta = compiled.metadata
+    return _Image(compiled.asm["cubin"], meta.name, meta.num_warps * 32, meta.shared, entry.count(".param"))
+
+
+def _prove(kernel: Kernel, device: int) -> None:
+    """Compare a fresh kernel with the torch formula, once, before weights are condemned on its word.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    generator = torch.Generator().manual_seed(1)
+    content = torch.randint(0, 256, (_TILE_WORDS * 8 + 4096,), dtype=torch.uint8, generator=generator)
+    extents = [(0, content.numel()), (0, _TILE_WORDS * 8), (16, 0), (32, 13), (48, 8), (100, 1001)]
+    found = kernel.sums(content.to(torch.device("cuda", device)), extents).tolist()
+    expected = [_sum(content[start : start + size]) for start, size in extents]
+    if found != expected:
+        raise AssertionError(f"the compiled digest kernel is wrong: expected {expected}, found {found}")
+
+
+def _kept(capability: tuple[int, int]) -> Path:
+    """Where the compiled kernel of this source is kept."""
+    source = Path(__file__).read_bytes() + Path(__file__).with_name("mix64_kernel.py").read_bytes()
+    home = os.environ.get("READMIT_HOME")
+    folder = Path(home) if home else Path.home() / ".cache" / "readmit"
+    name = f"mix64-sm{capability[0]}{capability[1]}-{hashlib.sha256(source).hexdigest()[:16]}"
+    return folder / "kernels" / name
+
+
+def _read(path: Path) -> _Image | None:
+    try:
+        heading, _, code = path.read_bytes().partition(b"\n")
+        facts = json.loads(heading)
+        return _Image(code, facts["name"], facts["threads"], facts["shared"], facts["parameters"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        _log.warning("the kernel kept in %s cannot be read and is compiled again: %s", path, error)
+        return None
+
+
+def _keep(path: Path, image: _Image) -> None:
+    facts = {"name": image.name, "threads": image.threads, "shared": image.shared, "parameters": image.parameters}
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished.write_bytes(json.dumps(facts).encode() + b"\n" + image.code)
+        unfinished.replace(path)  # whoever reads at this moment sees all of it or nothing
+    except OSError as error:
+        _log.warning("the compiled kernel cannot be kept in %s, so every process compiles it: %s", path, error)

@@ -1,0 +1,379 @@
+"""A GPU arena: physical memory that lives as long as a descriptor of it, mapped read-only by whoever computes with it.
+
+It is allocated in chunks through CUDA's virtual memory management and exported as POSIX descriptors, which a process
+without CUDA can hold. Chunks are created as weights move in, so that weights and arena together never take much more
+than the weights. See the CUDA driver API, "Virtual Memory Management"; `cuMemSetAccess` gives the protection.
+
+A read-only mapping guards against accidents: a kernel that writes into it fails, and with it its process, while the
+bytes stay. It does not guard against a process that takes the descriptor and maps it writable.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from weightcache.arena import cuda_digest
+from weightcache.arena.cuda_driver import Driver, DriverError, nvidia
+from weightcache.errors import CacheMiss, ImportRejected, ResourceError
+from weightcache.manifest import ITEM_SIZES, Manifest
+
+KIND: Final = "cuda_vmm"
+CHUNK_BYTES: Final = 2 << 30
+"""96 GiB in chunks of 2 GiB map in 6 ms, of 256 MiB in 25 ms; larger ones raise what a publisher needs to spare."""
+
+_STORAGE_ALIGNMENT: Final = 16
+_GONE: Final = frozenset({"CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA_ERROR_SYSTEM_NOT_READY"})
+_BROKEN: Final = frozenset(
+    {
+        "CUDA_ERROR_ECC_UNCORRECTABLE",
+        "CUDA_ERROR_HARDWARE_STACK_ERROR",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        "CUDA_ERROR_UNKNOWN",
+    }
+)
+_NO_HANDLE: Final = frozenset(
+    {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_RESOURCE_TYPE"}
+)
+_log = logging.getLogger("weightcache.arena.cuda_vmm")
+
+
+def require_export(device: int | None, driver: Driver | None = None) -> None:
+    """Check that this GPU's memory can be handed over by descriptor, before anything is loaded.
+
+    Args:
+        device: CUDA ordinal, torch's current device if None.
+        driver: this process's own if None.
+
+    Raises:
+        CacheMiss: ``ipc_unavailable``, with the driver's reason.
+    """
+    device = torch.cuda.current_device() if device is None else device
+    try:
+        driver = driver or nvidia()
+        if not driver.can_export(device):
+            raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "by the device's attributes", "cuDeviceGetAttribute")
+        handle = driver.create(driver.granularity(device), device)
+        try:
+            os.close(driver.export(handle))
+        finally:
+            driver.release(handle)
+    except DriverError as error:
+        if error.reason == "CUDA_ERROR_OUT_OF_MEMORY":
+            return  # a full GPU can still map what is resident
+        raise CacheMiss(
+            "ipc_unavailable",
+            f"the memory of GPU {device} cannot be handed over by descriptor: {error.message}",
+            expected="virtual memory management with POSIX descriptors",
+            found=error.reason,
+            remedy="Start the engine with mode off on this machine",
+        ) from error
+
+
+class CudaVmmWriter:
+    """A GPU arena while it is being filled.
+
+    The tensors that `view` gives stay valid after `seal`, read-only: an engine that publishes moves onto the arena.
+
+    Args:
+        size: bytes, rounded up to whole pages of the GPU.
+        device: CUDA ordinal.
+        chunk_bytes: of every chunk but the last.
+        driver: this process's own if None.
+
+    Raises:
+        CacheMiss: ``ipc_unavailable``, ``residency_lost``.
+    """
+
+    kind = KIND
+    digest_algorithm = cuda_digest.ALGORITHM
+    digest_size = cuda_digest.SIZE
+
+    def __init__(self, size: int, device: int, *, chunk_bytes: int = CHUNK_BYTES, driver: Driver | None = None) -> None:
+        try:
+            self._driver = driver or nvidia()
+            page = self._driver.granularity(device)
+            self._sizes = _chunk_sizes(size, chunk_bytes, page)
+            self.size = sum(self._sizes)
+            self.device: str | None = self._driver.uuid(device)
+            self._range = _Range(self._driver, self.size, device)
+        except DriverError as error:
+            raise _miss(error, "a GPU arena cannot be made") from error
+        self._descriptors: list[int] = []
+        self._bytes: torch.Tensor | None = None
+
+    def write(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor's bytes, from any device, to ``offset``. Chunks are created as far as that reaches.
+
+        Raises:
+            ResourceError: the GPU is full; what is written stays readable through its views.
+        """
+        if tensor.numel():
+            content = tensor.detach().reshape(-1).view(torch.uint8)
+            self._reach(offset + content.numel())
+            assert self._bytes is not None
+            self._bytes[offset : offset + content.numel()].copy_(content, non_blocking=True)
+
+    def view(self, offset: int, like: torch.Tensor) -> torch.Tensor | None:
+        """What lies at ``offset``, with dtype, shape and strides of ``like``; None for a tensor on another device."""
+        if self._bytes is None or like.device != self._bytes.device or not like.numel():
+            return None
+        empty = torch.empty(0, dtype=like.dtype, device=self._bytes.device)
+        low = offset // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT
+        span = _span(tuple(like.shape), like.stride()) * like.element_size()
+        storage = self._bytes.untyped_storage()[low : offset + span]
+        return empty.set_(storage, (offset - low) // like.element_size(), like.shape, like.stride())
+
+    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
+        self._reach(self.size)
+        assert self._bytes is not None
+        extents = [
+            (offset, _span(tuple(tensor.shape), tensor.stride()) * tensor.element_size()) for offset, tensor in rows
+        ]
+        return cuda_digest.digests(self._bytes, extents, self._driver)
+
+    def seal(self) -> list[int]:
+        """Make the mapping read-only; the chunks' descriptors, owned by the caller, hold the bytes from now on."""
+        self._reach(self.size)
+        try:
+            self._driver.synchronize()
+            self._range.protect()
+        except DriverError as error:
+            raise _miss(error, "a filled arena cannot be protected") from error
+        descriptors, self._descriptors = self._descriptors, []
+        return descriptors
+
+    def chunks(self) -> list[int]:
+        return list(self._sizes)
+
+    def close(self) -> None:
+        self._bytes = None
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _reach(self, end: int) -> None:
+        while self._range.mapped < end:
+            size = self._sizes[len(self._range.sizes)]
+            # What the weights moved so far have left in torch's cache makes room for the next chunk.
+            if self._bytes is not None and self._bytes.is_cuda:
+                torch.cuda.empty_cache()
+            try:
+                handle = self._driver.create(size, self._range.device)
+                try:
+                    self._range.add(handle, size, writable=True)
+                    self._descriptors.append(self._driver.export(handle))
+                finally:
+                    self._driver.release(handle)
+            except DriverError as error:
+                number = len(self._range.sizes)
+                raise _miss(error, f"chunk {number} of {len(self._sizes)} of an arena cannot be made", size) from error
+            if self._bytes is None:
+                self._bytes = self._range.tensor()
+
+
+class CudaVmmMapping:
+    """A GPU arena mapped read-only into one range of addresses. It is unmapped when the last tensor on it is gone.
+
+    Args:
+        descriptors: the chunks in order; may be closed once this returns.
+        manifest: validated.
+        device: CUDA ordinal of the GPU that will compute with it.
+        driver: this process's own if None.
+
+    Raises:
+        ImportRejected: ``manifest_invalid``: a descriptor is no GPU memory, or not as much as the manifest says.
+        CacheMiss: ``device`` (the weights are on another GPU), ``ipc_unavailable``, ``residency_lost``, ``resource``.
+    """
+
+    def __init__(
+        self, descriptors: Sequence[int], manifest: Manifest, device: int, driver: Driver | None = None
+    ) -> None:
+        try:
+            self._driver = driver or nvidia()
+            here = self._driver.uuid(device)
+            if here != manifest.device:
+                raise CacheMiss(
+                    "device",
+                    f"the weights are on another GPU than CUDA device {device}",
+                    expected=here,
+                    found=manifest.device,
+                    remedy="Run the engine on that GPU (CUDA_VISIBLE_DEVICES takes UUIDs), or load on this one",
+                )
+            self._range = _Range(self._driver, manifest.size, device)
+        except DriverError as error:
+            raise _miss(error, "the arena cannot be mapped") from error
+        try:
+            for index, (descriptor, size) in enumerate(zip(descriptors, manifest.chunks, strict=True)):
+                self._map(index, descriptor, size)
+            self._range.protect()
+            self._bytes = self._range.tensor()
+        except DriverError as error:
+            self._range.close()
+            raise _miss(error, "the arena cannot be mapped") from error
+        except CacheMiss:
+            self._range.close()  # at once: the error's traceback keeps this object alive for as long as somebody has it
+            raise
+
+    def views(self, manifest: Manifest) -> list[torch.Tensor]:
+        # One storage a module: saving a module writes nothing that is not its own, and binding stays fast.
+        whole, device = self._bytes.untyped_storage(), self._bytes.device
+        dtypes = [getattr(torch, name) for name in manifest.dtypes]
+        items = [ITEM_SIZES[name] for name in manifest.dtypes]
+        spans = _extents(manifest)
+        tensors: list[torch.Tensor] = []
+        empty = torch.empty
+        rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
+        storage, low, left = whole, 0, 0
+        module_sizes = iter(_modules(manifest, spans))
+        for code, shape, stride, offset in rows:
+            if left == 0:
+                low, high, left = next(module_sizes)
+                storage = whole[low:high]
+            left -= 1
+            tensor = empty(0, dtype=dtypes[code], device=device)
+            if low <= offset < high:
+                tensor.set_(storage, (offset - low) // items[code], shape, stride or ())
+            else:
+                tensor.resize_(shape)
+            tensors.append(tensor)
+        return tensors
+
+    def digests(self, manifest: Manifest, rows: Sequence[int]) -> list[bytes]:
+        extents = _extents(manifest)
+        return cuda_digest.digests(self._bytes, [extents[row] for row in rows], self._driver)
+
+    def _map(self, index: int, descriptor: int, size: int) -> None:
+        try:
+            handle = self._driver.import_(descriptor)
+            try:
+                self._range.add(handle, size, writable=False)
+            finally:
+                self._driver.release(handle)
+        except DriverError as error:
+            if error.reason not in _NO_HANDLE:
+                raise _miss(error, f"chunk {index} cannot be mapped", size) from error
+            raise ImportRejected(
+                "manifest_invalid",
+                f"descriptor {index} is not the GPU memory that the manifest describes: {error.message}",
+                expected=f"an exported allocation of {size} bytes",
+                found=os.readlink(f"/proc/self/fd/{descriptor}"),
+                remedy="Release the generation and load the model again",
+            ) from error
+
+
+class _Range:
+    """Addresses and the chunks mapped there, from the first byte on. Tensors made here keep it alive."""
+
+    def __init__(self, driver: Driver, size: int, device: int) -> None:
+        self.device = device
+        self.size = size
+        self.sizes: list[int] = []
+        self._driver = driver
+        self._address = 0
+        self._address = driver.reserve(size)
+
+    @property
+    def mapped(self) -> int:
+        return sum(self.sizes)
+
+    def add(self, handle: int, size: int, *, writable: bool) -> None:
+        start = self._address + self.mapped
+        self._driver.map(start, size, handle)
+        self.sizes.append(size)
+        if writable:
+            self._driver.set_access(start, size, self.device, writable=True)
+
+    def protect(self) -> None:
+        """Give every mapped byte to this process's kernels to read, and to none to write."""
+        self._driver.set_access(self._address, self.mapped, self.device, writable=False)
+
+    def tensor(self) -> torch.Tensor:
+        return self._driver.tensor(self._address, self.size, self.device, self)
+
+    def close(self) -> None:
+        """Unmap everything; no tensor made here may be in use any more."""
+        start, sizes, self.sizes = self._address, self.sizes, []
+        self._address = 0
+        if not start:
+            return
+        try:
+            if sizes:
+                self._driver.synchronize()
+            at = start
+            for size in sizes:
+                self._driver.unmap(at, size)
+                at += size
+            self._driver.unreserve(start, self.size)
+        except DriverError as error:  # after a fault the context takes no more calls; it goes with the process
+            _log.warning("%d bytes stay mapped until this process ends: %s", self.size, error)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the end of the process takes everything along
+            self.close()
+
+
+def _chunk_sizes(size: int, chunk_bytes: int, page: int) -> list[int]:
+    whole, rest = divmod(-(-max(size, 1) // page) * page, chunk_bytes)
+    return [chunk_bytes] * whole + ([rest] if rest else [])
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
+    """Elements from the first to the last of a strided tensor, 0 for an empty one."""
+    if stride is None:
+        count = 1
+        for length in shape:
+            count *= length
+        return count
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+
+
+def _extents(manifest: Manifest) -> list[tuple[int, int]]:
+    """First byte and size in bytes of every row."""
+    items = [ITEM_SIZES[name] for name in manifest.dtypes]
+    known: dict[tuple[int, tuple[int, ...], tuple[int, ...] | None], int] = {}
+    extents = []
+    rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
+    for code, shape, stride, offset in rows:
+        key = (code, shape, stride)
+        size = known.get(key)
+        if size is None:  # a model has thousands of tensors and a handful of shapes
+            size = known[key] = _span(shape, stride) * items[code]
+        extents.append((offset, size))
+    return extents
+
+
+def _modules(manifest: Manifest, extents: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """For each run of rows of one module: its first byte, its end, and the number of rows."""
+    runs: list[tuple[int, int, int]] = []
+    module = None
+    low = high = count = 0
+    for name, (offset, size) in zip(manifest.names, extents, strict=True):
+        parent = name.rpartition(".")[0]
+        if parent != module:
+            if count:
+                runs.append((low // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, high, count))
+            module, low, high, count = parent, offset, offset + size, 1
+        else:
+            low, high, count = min(low, offset), max(high, offset + size), count + 1
+    if count:
+        runs.append((low // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, high, count))
+    return runs
+
+
+def _miss(error: DriverError, what: str, needed: int | None = None) -> CacheMiss:
+    """The driver's refusal as a miss."""
+    message = f"{what}: {error.message}"
+    if error.reason == "CUDA_ERROR_OUT_OF_MEMORY":
+        return ResourceError(
+            message, remedy="Release what is resident and unused (readmit cache release)", needed=needed
+        )
+    if error.reason in _GONE:
+        return CacheMiss("residency_lost", message, detail="gpu_lost", found=error.reason)
+    if error.reason in _BROKEN:
+        return CacheMiss("residency_lost", message, detail="driver_fault", found=error.reason)
+    return CacheMiss("ipc_unavailable", message, found=error.reason)

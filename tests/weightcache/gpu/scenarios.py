@@ -1,0 +1,189 @@
+"""What is recorded on a GPU and replayed without one: small arenas through the whole life of their descriptors.
+
+``python tests/weightcache/gpu/scenarios.py OUT.json`` records them on the machine's first GPU.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+
+from weightcache.arena import align, cuda_digest
+from weightcache.arena.cuda_driver import Driver
+from weightcache.arena.cuda_vmm import KIND, CudaVmmMapping, CudaVmmWriter, require_export
+from weightcache.errors import CacheMiss
+from weightcache.fingerprint import CacheConfig
+from weightcache.manifest import Manifest, Publisher
+
+CHUNK: Final = 4 << 20
+CONFIG: Final = CacheConfig(
+    model_path="/models/m", model_arch="M", dtype="bfloat16", torch_version="2", engine="e", layout_id="l"
+)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Several dtypes, an odd size, a transposed weight, an empty one, and one across the end of a chunk."""
+    generator = torch.Generator().manual_seed(7)
+
+    def bytes_(count: int) -> torch.Tensor:
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+    return {
+        "embed.weight": bytes_(3 << 20).view(torch.bfloat16).view(1536, 1024),
+        "a.weight": bytes_(2 << 20).view(torch.float8_e4m3fn).view(1024, 2048).t(),
+        "a.weight_scale_inv": bytes_(8 * 16 * 4).view(torch.float32).view(8, 16),
+        "b.odd": bytes_(1021),
+        "b.empty": torch.empty((0, 4), dtype=torch.float32),
+        "b.count": torch.tensor(41, dtype=torch.int64),
+    }
+
+
+def publish(driver: Driver, device: torch.device) -> tuple[Manifest, list[int]]:
+    """Move the tensors into an arena."""
+    parts = {name: tensor.to(device) for name, tensor in tensors().items()}
+    offsets, end = {}, 0
+    for name, tensor in parts.items():
+        offsets[name] = end
+        end = align(end + tensor.untyped_storage().nbytes())
+    writer = CudaVmmWriter(end, 0, chunk_bytes=CHUNK, driver=driver)
+    views = {}
+    for name, tensor in parts.items():
+        flat = tensor.t() if tensor.is_contiguous() is False else tensor
+        writer.write(offsets[name], flat)
+        views[name] = writer.view(offsets[name], tensor)
+    digests = writer.digests([(offsets[name], tensor) for name, tensor in parts.items()])
+    manifest = Manifest(
+        config=CONFIG,
+        publisher=Publisher(1, "scenario", "memory", None, 0),
+        arena=KIND,
+        device=writer.device,
+        chunks=writer.chunks(),
+        names=list(parts),
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in parts.values()],
+        dtype=list(range(len(parts))),
+        shapes=[tuple(tensor.shape) for tensor in parts.values()],
+        strides=[None if tensor.is_contiguous() else tensor.stride() for tensor in parts.values()],
+        offsets=list(offsets.values()),
+        kinds=bytes(len(parts)),
+        digest_algorithm=cuda_digest.ALGORITHM,
+        digest_size=cuda_digest.SIZE,
+        digests=b"".join(digests),
+    )
+    descriptors = writer.seal()
+    writer.close()
+    for name, tensor in parts.items():
+        if tensor.numel():
+            assert_same(views[name], tensor)
+    return manifest, descriptors
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal in dtype, shape, strides and every byte."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.stride() == expected.stride()
+    if expected.numel():
+        flat = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+        assert torch.equal(*flat)
+
+
+def publish_and_attach(driver: Driver, device: torch.device) -> None:
+    """The bytes come back through a mapping of the descriptors, all of them verified; dropping it unmaps it."""
+    manifest, descriptors = publish(driver, device)
+    mapping = CudaVmmMapping(descriptors, manifest, 0, driver)
+    views = mapping.views(manifest)
+    for found, expected in zip(views, tensors().values(), strict=True):
+        assert_same(found, expected)
+    rows = range(len(manifest))
+    assert b"".join(mapping.digests(manifest, rows)) == manifest.digests
+    last = views[-1]
+    del mapping, views, found
+    assert int(last) == 41  # one tensor keeps the arena mapped
+    del last
+    close(descriptors)
+
+
+def foreign_descriptor(driver: Driver, device: torch.device) -> None:
+    """A descriptor of something else is refused, with what it is."""
+    manifest, descriptors = publish(driver, device)
+    stranger = os.open("/dev/null", os.O_RDONLY)
+    refused("manifest_invalid", lambda: CudaVmmMapping([descriptors[0], stranger], manifest, 0, driver))
+    close([*descriptors, stranger])
+
+
+def short_chunk(driver: Driver, device: torch.device) -> None:
+    """An allocation smaller than the manifest says is refused, not mapped beyond its end."""
+    manifest, descriptors = publish(driver, device)
+    swapped = [descriptors[1], descriptors[1]]
+    refused("manifest_invalid", lambda: CudaVmmMapping(swapped, manifest, 0, driver))
+    close(descriptors)
+
+
+def full_gpu(driver: Driver, device: torch.device) -> None:
+    """A chunk that does not fit is a miss with its size; nothing is left behind."""
+    writer = CudaVmmWriter(1 << 40, 0, chunk_bytes=1 << 40, driver=driver)
+    refused("resource", lambda: writer.write(0, torch.zeros(8, device=device)))
+
+
+def export_is_possible(driver: Driver, device: torch.device) -> None:
+    """The check that comes before anything is loaded."""
+    require_export(0, driver)
+
+
+SCENARIOS: Final[dict[str, Callable[[Driver, torch.device], Any]]] = {
+    scenario.__name__: scenario
+    for scenario in (publish_and_attach, foreign_descriptor, short_chunk, full_gpu, export_is_possible)
+}
+
+
+def refused(reason: str, call: Callable[[], object]) -> CacheMiss:
+    """The miss that a call raises, without the traceback that would keep its objects alive."""
+    with pytest.raises(CacheMiss) as caught:
+        call()
+    miss = caught.value.with_traceback(None)
+    assert miss.reason == reason, miss
+    return miss
+
+
+def close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def main() -> None:
+    from tests.weightcache.gpu.drivers import RecordingDriver
+
+    from weightcache.arena.cuda_driver import nvidia
+
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    recorded = {}
+    for name, scenario in SCENARIOS.items():
+        driver = RecordingDriver(nvidia())
+        scenario(driver, torch.device("cuda", 0))
+        recorded[name] = driver.calls
+    version = nvidia().version
+    machine = {
+        "gpu": torch.cuda.get_device_name(0),
+        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
+        "kernel_driver": kernel_driver(),
+        "torch": torch.__version__,
+        "recorded_at": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    with open(sys.argv[1], "w") as file:
+        json.dump({"machine": machine, "scenarios": recorded}, file, indent=1)
+
+
+def kernel_driver() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlSystemGetDriverVersion())
+
+
+if __name__ == "__main__":
+    main()
