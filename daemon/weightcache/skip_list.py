@@ -43,6 +43,9 @@ class SkipList:
         self._anywhere = {parts[1:] for parts in split if parts[0] == _ANYWHERE}
         self._lengths = {len(parts) for parts in self._anywhere}
 
+    def __repr__(self) -> str:
+        return f"SkipList({list(self.entries)})"
+
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "SkipList":
         """The skip list of a quantisation config, which stands at the key `where`.

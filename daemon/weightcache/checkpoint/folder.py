@@ -62,7 +62,7 @@ class Folder:
             raise _no_folder(asked, root)
         parent, name = os.path.split(root)
         commit = name if os.path.basename(parent) == "snapshots" else None
-        if revision is not None and commit != revision and commit != _ref(os.path.dirname(parent), revision):
+        if revision not in (None, commit) and (commit is None or commit != _ref(os.path.dirname(parent), revision)):
             raise refusal(
                 "revision_missing",
                 f"{asked} is not revision {revision}",

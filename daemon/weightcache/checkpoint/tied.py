@@ -49,7 +49,7 @@ def find_tie(
     if head is None:
         if any(flags.values()):
             return Tie(embedding, None)
-        if not _generates(config):
+        if not _generates(config) or _has_other_head(tensors, embedding):
             return None
         raise refusal(
             "tie_conflict",
@@ -87,6 +87,12 @@ def _generates(config: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and any(
         isinstance(name, str) and name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names
     )
+
+
+def _has_other_head(tensors: Mapping[str, TensorInfo], embedding: str) -> bool:
+    """Whether a head may be there under a name unknown here: something called so, or as large as the embedding."""
+    shape = tensors[embedding].shape
+    return any(name != embedding and ("head" in name or info.shape == shape) for name, info in tensors.items())
 
 
 def _shortest(tensors: Mapping[str, TensorInfo], endings: tuple[str, ...]) -> str | None:
