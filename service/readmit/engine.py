@@ -20,7 +20,7 @@ from weightcache.vocabulary import MODES
 
 if TYPE_CHECKING:
     from readmit.generation import Generator
-    from weightcache.client import Outcome
+    from weightcache.attachment import Outcome
 
 _WARM_UP_TOKENS: Final = 4
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
     """One start of the engine, phase by phase.
 
     Raises:
-        ConfigError: the address is taken, or the architecture unknown.
+        ConfigError: the address is taken, the architecture unknown, or there is no tokenizer.
         CheckpointError: the model's files are missing or damaged.
         CacheMiss: the weight cache was required and missed.
     """
@@ -57,7 +57,6 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
     folder = Folder.open(arguments.model)
     listener = bind(arguments.host, arguments.port)
     with journal.phase("import", began_ns=began_ns):
-        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         from readmit.completions import CompletionsAPI
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with journal.phase("tokenizer_init"):
-        tokenizer = AutoTokenizer.from_pretrained(folder.root, local_files_only=True)
+        tokenizer = read_tokenizer(folder)
     with journal.phase("load_weights"):
         model, outcome = from_pretrained(
             folder,
@@ -82,6 +81,27 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
         warm_up(generator)
     api = CompletionsAPI(generator, arguments.served_model_name or os.path.basename(folder.path))
     serve(api.app(), listener, journal)
+
+
+def read_tokenizer(folder: Folder) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ConfigError: ``tokenizer``, where transformers finds none that it can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder.root, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "tokenizer",
+            f"the tokenizer in {folder.path} cannot be read",
+            expected="tokenizer.json, or the files of a tokenizer that transformers knows",
+            found=str(error),
+            remedy="Download the model's tokenizer files too",
+            path=folder.path,
+        ) from error
 
 
 def warm_up(generator: "Generator") -> None:
@@ -109,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="folder of a checkpoint: config, tokenizer and safetensors files")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="TCP port (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="TCP port, 0 for a free one (default: %(default)s)")
     parser.add_argument("--served-model-name", help="the model's name in the API (default: the folder's name)")
     parser.add_argument("--dtype", help="torch dtype of the weights, such as bfloat16 (default: the checkpoint's own)")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 import errno
 import socket
+import sys
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -56,3 +57,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         with self._journal.phase("server_ready"):
             await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            print(f"readmit engine: serving on http://{host}:{port}", file=sys.stderr)

@@ -22,11 +22,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from weightcache.attachment import Outcome, Progress
 from weightcache.checkpoint import Checkpoint, Folder
-from weightcache.checkpoint.reader import hash_files
-from weightcache.client import Outcome, Progress, attach
+from weightcache.client import attach
 from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
+from weightcache.identity import digest_of, prove
 from weightcache.journal import Journal
 
 ENGINE: Final = "transformers"
@@ -61,45 +62,49 @@ def from_pretrained(
         CacheMiss: the policy for the reason of a miss is to fail.
     """
     journal = journal or Journal.from_environment()
+    folder = path if isinstance(path, Folder) else Folder.open(path)
     with journal.phase("load_weights.skeleton"):
-        checkpoint = Checkpoint.open(path)
-        model = skeleton(checkpoint.folder, dtype)
+        model = skeleton(folder, dtype)
+    digest = None
+    if mode != "off":
+        with journal.phase("load_weights.match"):
+            digest = digest_of(folder).digest or prove(Checkpoint.open(folder))
 
     def load(progress: Progress) -> None:
-        loaded = _load(checkpoint, model, journal, progress)
+        loaded = _load(folder, model, digest, journal, progress)
         model.__dict__.clear()  # the skeleton becomes what transformers built: its submodules, buffers and attributes
         model.__dict__.update(loaded.__dict__)
 
     outcome = attach(
         model,
-        cache_config(checkpoint, model.dtype, proven=mode != "off"),
+        cache_config(folder, model, digest),
         mode=mode,
         load=load,
-        load_bytes=checkpoint.total_bytes,
-        load_command=[sys.executable, "-m", __name__, checkpoint.path, "--dtype", _name(model.dtype)],
+        load_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        load_command=[sys.executable, "-m", __name__, folder.path, "--dtype", _name(model.dtype)],
         socket=socket,
         journal=journal,
         **options,
     )
-    if os.path.exists(checkpoint.folder.locate("generation_config.json")):
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder.root)
+    if os.path.exists(folder.locate("generation_config.json")):
+        model.generation_config = GenerationConfig.from_pretrained(folder.root)
     return model.eval().requires_grad_(False), outcome
 
 
-def cache_config(checkpoint: Checkpoint, dtype: torch.dtype, *, proven: bool = True) -> CacheConfig:
-    """The identity of this checkpoint's weights as transformers lays them out.
+def cache_config(folder: Folder, model: Any, digest: str | None) -> CacheConfig:
+    """The identity of a model's weights as transformers lays them out.
 
     Args:
-        checkpoint: the files.
-        dtype: of the weights in memory.
-        proven: with the digest of the content, without which nothing matches.
+        folder: of the checkpoint.
+        model: its skeleton.
+        digest: the content of the checkpoint, without which nothing matches.
     """
     return CacheConfig(
-        model_path=checkpoint.path,
-        model_arch=checkpoint.config["architectures"][0],
-        revision=checkpoint.revision,
-        checkpoint_digest=hash_files(checkpoint) if proven else None,
-        dtype=_name(dtype),
+        model_path=folder.path,
+        model_arch=type(model).__name__,
+        revision=folder.revision,
+        checkpoint_digest=digest,
+        dtype=_name(model.dtype),
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
@@ -146,19 +151,29 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load(checkpoint: Checkpoint, like: Any, journal: Journal, progress: Progress) -> Any:
-    """The model from its files; ``like`` is its skeleton.
+def _load(folder: Folder, like: Any, digest: str | None, journal: Journal, progress: Progress) -> Any:
+    """The model from its files; ``like`` is its skeleton, ``digest`` what the files should hold if anybody has asked.
 
     Raises:
-        CheckpointError: what `Checkpoint.read` raises, and ``tensor_missing`` or ``geometry`` where the files do not
-            hold what the architecture needs.
+        CheckpointError: the files are bad; ``changed`` where they hold something else; ``tensor_missing`` or
+            ``geometry`` where they do not hold what the architecture needs.
     """
+    checkpoint = Checkpoint.open(folder)
     tensors = {}
     done = 0
     for name, tensor in checkpoint.read():
         tensors[name] = tensor
         done += tensor.nbytes
         progress(done, checkpoint.total_bytes)
+    if digest not in (None, checkpoint.digest):
+        raise CheckpointError(
+            "changed",
+            f"the files of {checkpoint.path} changed while the model was loaded, or the disk returns other bytes",
+            expected=f"content {digest}",
+            found=f"content {checkpoint.digest}",
+            remedy="Do not write to a checkpoint in use; start again",
+            path=checkpoint.path,
+        )
     with journal.phase("load_weights.process"):
         model, report = type(like).from_pretrained(
             None,
@@ -169,6 +184,7 @@ def _load(checkpoint: Checkpoint, like: Any, journal: Journal, progress: Progres
             output_loading_info=True,
         )
     _require_complete(checkpoint, report)
+    model.config.name_or_path = model.name_or_path = like.name_or_path
     return model
 
 

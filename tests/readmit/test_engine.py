@@ -1,0 +1,315 @@
+"""The reference engine as a process: what it answers, what it journals, how it fails and how it dies."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from readmit import demo_model
+from weightcache.journal import Event, Journal
+
+CAPITAL = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
+LOGPROBS = ["tokens", "text_offset", "token_logprobs", "top_logprobs"]
+PHASES = ["spawn", "import", "tokenizer_init", "load_weights", "kernel_warmup", "server_ready"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return demo_model.prepare()
+
+
+class Engine:
+    """A running engine, once it has said where it serves."""
+
+    def __init__(self, command: list[str], journal: Path | None = None) -> None:
+        variables = {"READMIT_JOURNAL": str(journal)} if journal else {}
+        self.process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.said: list[str] = []
+        for line in self.process.stderr:
+            self.said.append(line)
+            if url := re.search(r"serving on (http://\S+)", line):
+                self.client = httpx.Client(base_url=url[1], timeout=120)
+                break
+        else:
+            raise AssertionError(f"the engine ended with {self.process.wait()}: {''.join(self.said)}")
+        threading.Thread(target=self.said.extend, args=[self.process.stderr], daemon=True).start()
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={**CAPITAL, **fields})
+
+    def text(self, **fields: Any) -> str:
+        response = self.complete(**fields)
+        assert response.status_code == 200, response.text
+        answer: str = response.json()["choices"][0]["text"]
+        return answer
+
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        self.client.close()
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def command(model: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "readmit.engine", str(model), "--port", "0", *options]
+
+
+@contextlib.contextmanager
+def running(command: list[str], journal: Path | None = None) -> Iterator[Engine]:
+    engine = Engine(command, journal)
+    try:
+        yield engine
+    finally:
+        if engine.process.poll() is None:
+            engine.end()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with running(command(model)) as engine:
+        yield engine
+
+
+def events_of(response: httpx.Response) -> list[str]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+
+
+def test_it_answers(engine: Engine) -> None:
+    answer = engine.complete().json()
+    assert answer["object"] == "text_completion"
+    assert answer["choices"][0]["text"].startswith(" Paris")
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+
+
+def test_a_stream_says_the_same_piece_by_piece(engine: Engine) -> None:
+    *chunks, usage, done = events_of(engine.complete(stream=True, stream_options={"include_usage": True}))
+    pieces = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert len(pieces) > 3
+    assert "".join(piece["text"] for piece in pieces) == engine.text()
+    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert json.loads(usage)["usage"]["completion_tokens"] == 8
+    assert done == "[DONE]"
+
+
+def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(engine: Engine) -> None:
+    whole = engine.text(max_tokens=30)
+    choice = engine.complete(max_tokens=30, stop=["never said", "answer is"]).json()["choices"][0]
+    assert "answer is" in whole
+    assert choice["text"] == whole.partition("answer is")[0]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_log_probabilities_go_with_each_token(engine: Engine) -> None:
+    choice = engine.complete(logprobs=3).json()["choices"][0]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    for token, offset, logprob, top in zip(*(told[key] for key in LOGPROBS), strict=True):
+        assert choice["text"][offset:].startswith(token)
+        assert len(top) == 3
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert max(top, key=top.__getitem__) == token  # greedy takes the likeliest
+        assert top[token] == logprob < 0
+
+
+def test_a_prompt_can_be_tokens(engine: Engine) -> None:
+    assert engine.text(prompt=[504, 3575, 282, 4649, 314]) == engine.text()
+
+
+def test_a_seed_makes_sampling_repeatable(engine: Engine) -> None:
+    first, again, other = (engine.text(temperature=1.5, seed=seed, max_tokens=16) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_requests_wait_their_turn_and_get_the_same_answers(engine: Engine) -> None:
+    alone = engine.text()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: engine.text(), range(4))) == [alone] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_client_has_gone_is_dropped(engine: Engine, stream: bool) -> None:
+    fields = {**CAPITAL, "max_tokens": 8000, "stream": stream, "stop": ["never said"]}
+    with (
+        httpx.Client(base_url=engine.client.base_url, timeout=1) as impatient,
+        contextlib.suppress(httpx.ReadTimeout),
+        impatient.stream("POST", "/v1/completions", json=fields) as response,
+    ):
+        assert response.status_code == 200
+    assert engine.text()  # with 8000 tokens before it, this would run into the client's time-out
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": "eight"}, 400, "max_tokens"),
+        ({"max_tokens": 9000}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"logprobs": 21}, 400, "logprobs"),
+        ({"n": 2}, 400, "n"),
+        ({"echo": True}, 400, "echo"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
+        ({"prompt": None}, 400, "prompt"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": [1, 49152]}, 400, "prompt"),
+        ({"prompt": {"text": "x"}}, 400, "prompt"),
+        ({"model": "another"}, 404, "model"),
+    ],
+)
+def test_a_bad_request_is_told_which_field_is_wrong(
+    engine: Engine, fields: dict[str, Any], status: int, param: str
+) -> None:
+    response = engine.complete(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert error["message"]
+
+
+def test_what_is_not_json_or_not_there_is_an_error_object(engine: Engine) -> None:
+    responses = [
+        engine.client.post("/v1/completions", content=b"{"),
+        engine.client.post("/v1/completions", content=b"[1]"),
+        engine.client.get("/v1/completions"),
+        engine.client.get("/v1/chat"),
+    ]
+    assert [response.status_code for response in responses] == [400, 400, 405, 404]
+    assert all(response.json()["error"]["message"] for response in responses)
+
+
+def test_null_means_the_default(engine: Engine) -> None:
+    response = engine.complete(stop=None, n=None, logprobs=None, stream=None, max_tokens=None)
+    assert response.json()["usage"]["completion_tokens"] == 16
+
+
+def test_it_lists_its_model(engine: Engine, model: Path) -> None:
+    (listed,) = engine.client.get("/v1/models").json()["data"]
+    assert listed["id"] == model.name
+    assert listed["max_model_len"] == 8192
+    assert engine.complete(model=listed["id"]).status_code == 200
+
+
+def phases(events: list[Event], name: str) -> list[str]:
+    return [event.name for event in events if event.kind == name and "." not in event.name]
+
+
+def test_every_phase_of_its_start_is_journaled(model: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite3"
+    with running(command(model), journal):
+        events = Journal(journal).events()
+    assert phases(events, "phase_begin") == phases(events, "phase_end") == PHASES
+    parts = [event.name for event in events if event.kind == "phase_begin" and "." in event.name]
+    assert parts == ["load_weights.skeleton", "load_weights.read", "load_weights.process"]
+    assert [(event.name, event.attributes) for event in events if event.kind == "lookup"] == [("off", {"mode": "off"})]
+    begun = [event.boottime_ns for event in events if event.kind == "phase_begin" and event.name in PHASES]
+    assert begun == sorted(begun)
+
+
+def test_a_phase_that_is_slow_shows_as_that_phase(model: Path, tmp_path: Path) -> None:
+    """Also the way to slow a phase in other tests: a script that wraps the engine's own function."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import time\n"
+        "from readmit import engine\n"
+        "warm_up = engine.warm_up\n"
+        "engine.warm_up = lambda generator: (time.sleep(3), warm_up(generator))\n"
+        "engine.main()\n"
+    )
+    journal = tmp_path / "journal.sqlite3"
+    with running([sys.executable, str(script), str(model), "--port", "0"], journal):
+        events = Journal(journal).query("WHERE name = 'kernel_warmup' ORDER BY id")
+    begin, end = events
+    assert end.boottime_ns - begin.boottime_ns >= 3_000_000_000
+
+
+def test_killed_and_started_again_on_its_port_it_answers_the_same(model: Path) -> None:
+    with running(command(model)) as first:
+        answer = first.text()
+        port = str(first.client.base_url.port)
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    with running([*command(model), "--port", port]) as second:
+        assert second.client.base_url.port == int(port)
+        assert second.text() == answer
+
+
+def test_a_signal_lets_the_answer_under_way_finish(model: Path) -> None:
+    fields = {**CAPITAL, "max_tokens": 40, "stream": True}
+    with running(command(model)) as engine:
+        with engine.client.stream("POST", "/v1/completions", json=fields) as response:
+            lines = response.iter_lines()
+            next(lines)
+            engine.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert engine.process.wait(60) == -signal.SIGTERM
+
+
+def failed(*options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "readmit.engine", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run.returncode, run.stderr
+
+
+def copy(model: Path, target: Path) -> Path:
+    return Path(shutil.copytree(model, target))
+
+
+def test_a_model_that_is_not_there_is_said_in_a_paragraph(tmp_path: Path) -> None:
+    code, said = failed(str(tmp_path / "nothing"), "--port", "0")
+    assert code == os.EX_CONFIG
+    assert said.count("\n") == 1
+    assert str(tmp_path / "nothing") in said
+
+
+def test_a_damaged_model_is_said_in_a_paragraph(model: Path, tmp_path: Path) -> None:
+    damaged = copy(model, tmp_path / "damaged")
+    shard = damaged / "model-00002-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    code, said = failed(str(damaged), "--port", "0")
+    assert code == os.EX_CONFIG
+    assert said.count("\n") == 1
+    assert shard.name in said
+
+
+def test_an_unknown_architecture_is_said_in_a_paragraph(model: Path, tmp_path: Path) -> None:
+    strange = copy(model, tmp_path / "strange")
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    code, said = failed(str(strange), "--port", "0")
+    assert code == os.EX_CONFIG
+    assert "no_such_model" in said
+    assert "Traceback" not in said
+
+
+def test_a_model_without_tokenizer_is_said_in_a_paragraph(model: Path, tmp_path: Path) -> None:
+    mute = copy(model, tmp_path / "mute")
+    for file in mute.glob("tokenizer*"):
+        file.unlink()
+    code, said = failed(str(mute), "--port", "0")
+    assert code == os.EX_CONFIG
+    assert "tokenizer" in said
+    assert "Traceback" not in said
+
+
+def test_a_taken_port_is_said_at_once(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = failed(str(model), "--port", str(port))
+    assert code == os.EX_CONFIG
+    assert said.count("\n") == 1
+    assert f"127.0.0.1:{port}" in said
