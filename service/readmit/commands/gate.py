@@ -1,0 +1,89 @@
+"""``readmit gate``: run the gate."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from readmit.gate.settings import GateSettings, SlotSettings
+from weightcache.errors import ConfigError
+from weightcache.paths import journal_path
+
+app = typer.Typer()
+
+
+@app.command("gate")
+def command(
+    config: Annotated[
+        Path | None, typer.Option(help="The node's configuration; nothing else is then taken from options.")
+    ] = None,
+    slot: Annotated[
+        list[str] | None, typer.Option(help="NAME=URL, in order of preference; repeat for several.")
+    ] = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 for any free one.")] = "127.0.0.1:8000",
+    probes: Annotated[Path | None, typer.Option(help="The probe file with the golden answers.")] = None,
+    unverified_ok: Annotated[
+        bool, typer.Option("--unverified-ok", help="Open without golden answers, and say so.")
+    ] = False,
+    journal: Annotated[
+        Path | None, typer.Option(help="The node's journal; READMIT_JOURNAL or the state folder's if absent.")
+    ] = None,
+    unsupervised: Annotated[
+        bool, typer.Option("--unsupervised", help="No keeper runs the engines: take whoever listens on their ports.")
+    ] = False,
+    runtime_dir: Annotated[
+        Path | None, typer.Option(help="The keeper's runtime folder, to have hanging engines restarted.")
+    ] = None,
+    cache_socket: Annotated[
+        Path | None, typer.Option(help="The weight cache's socket, to have wrong weights quarantined.")
+    ] = None,
+    eject_last: Annotated[
+        bool, typer.Option("--eject-last", help="Eject for wrong answers even when no other slot is ready.")
+    ] = False,
+    verify_interval: Annotated[float, typer.Option(help="Seconds between verifications of an idle slot.")] = 10.0,
+    hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
+    drain_notice: Annotated[float, typer.Option(help="Seconds to serve on after SIGTERM.")] = 5.0,
+    drain_limit: Annotated[float, typer.Option(help="Seconds that running requests get to finish.")] = 60.0,
+) -> None:
+    """Let traffic in only when the model answers correctly."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    from readmit.gate.server import run  # here, so that --help needs no web framework
+
+    if config is not None:
+        from readmit.config import load
+
+        raise typer.Exit(run(load(config).gate_settings()))
+    settings = GateSettings(
+        slots=_slots(slot or (), supervised=not unsupervised),
+        listen=listen,
+        journal=journal or journal_path(),
+        runtime_dir=runtime_dir,
+        cache_socket=cache_socket,
+        probes=probes,
+        unverified_ok=unverified_ok,
+        eject_last=eject_last,
+        verify_interval_s=verify_interval,
+        probe_limit_s=min(GateSettings.probe_limit_s, hang_limit),
+        hang_limit_s=hang_limit,
+        drain_notice_s=drain_notice,
+        drain_limit_s=drain_limit,
+    )
+    raise typer.Exit(run(settings))
+
+
+def _slots(texts: Sequence[str], *, supervised: bool) -> tuple[SlotSettings, ...]:
+    slots = []
+    for text in texts:
+        name, equals, url = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(
+                "slots",
+                "a slot has no name or no URL",
+                expected="NAME=URL",
+                found=text,
+                remedy="Write for example --slot a=http://127.0.0.1:8101",
+            )
+        slots.append(SlotSettings(name, url, supervised))
+    return tuple(slots)

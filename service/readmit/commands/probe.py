@@ -1,0 +1,126 @@
+"""``readmit probe``: record golden answers from a good load, and check an engine against them."""
+
+import asyncio
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import aiohttp
+import msgspec
+import typer
+
+from readmit.probes import DEFAULT_PROMPTS, Interrogation, ProbeSet, Verdict, now_iso, record, served_model
+from weightcache.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Golden answers: record them from a good load, check an engine with them.")
+
+Url = Annotated[str, typer.Argument(help="The engine's base URL, such as http://127.0.0.1:8101.")]
+Header = Annotated[list[str] | None, typer.Option(help="Sent with every question, as 'Name: value'.")]
+
+
+class By(StrEnum):
+    """What is compared."""
+
+    TEXT = "text"
+    TOKENS = "tokens"
+    LOGPROBS = "logprobs"
+
+
+@app.command("record")
+def record_command(
+    url: Url,
+    out: Annotated[Path, typer.Option(help="The probe file to write.")] = Path("probes.json"),
+    prompt: Annotated[list[str] | None, typer.Option(help="Repeat for several; a few built-in ones if absent.")] = None,
+    model: Annotated[str | None, typer.Option(help="The served model's name; the first listed if absent.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 8,
+    by: Annotated[By, typer.Option(help="What is compared later.")] = By.TEXT,
+    tolerance: Annotated[float, typer.Option(min=0, help="For --by logprobs, in nats.")] = 0.5,
+    repeat: Annotated[int, typer.Option(min=1, help="How often an answer must come out the same.")] = 3,
+    limit: Annotated[float, typer.Option(help="Seconds an answer may take.")] = 120.0,
+    checkpoint_digest: Annotated[str | None, typer.Option(help="Content identity of the checkpoint.")] = None,
+    quant_method: Annotated[str | None, typer.Option(help="The checkpoint's quantisation.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What answers, for people.")] = None,
+    header: Header = None,
+) -> None:
+    """Record golden answers from an engine that is known to be good."""
+
+    async def recorded() -> ProbeSet:
+        headers = _headers(header)
+        name = model or await served_model(url, headers)
+        probes = await record(
+            url,
+            prompt or DEFAULT_PROMPTS,
+            model=name,
+            max_tokens=max_tokens,
+            repeat=repeat,
+            by=by.value,
+            tolerance=tolerance,
+            limit_s=limit,
+            headers=headers,
+        )
+        return ProbeSet(
+            model=name,
+            probes=probes,
+            checkpoint_digest=checkpoint_digest,
+            quant_method=quant_method,
+            recorded_at=now_iso(),
+            engine=engine,
+        )
+
+    try:
+        probe_set = asyncio.run(recorded())
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise _no_answer(url, error) from error
+    probe_set.save(out)
+    typer.echo(f"{out}: {len(probe_set.probes)} golden answers of {probe_set.model}, probe set {probe_set.digest}")
+
+
+@app.command("verify")
+def verify_command(
+    url: Url,
+    file: Annotated[Path, typer.Argument(help="The probe file.")],
+    model: Annotated[str | None, typer.Option(help="The served model's name, if not the file's.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds an answer may take.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
+    header: Header = None,
+) -> None:
+    """Put every question to an engine. Exit code 1 unless all answers are correct."""
+    probe_set = ProbeSet.load(file)
+    engine = Interrogation(url, model or probe_set.model, _headers(header))
+
+    async def verdicts() -> list[Verdict]:
+        return [await engine.put(probe, limit) for probe in probe_set.probes]
+
+    found = asyncio.run(verdicts())
+    correct = all(verdict.result == "correct" for verdict in found)
+    if as_json:
+        report = {"correct": correct, "probe_set": probe_set.digest, "verdicts": found}
+        typer.echo(msgspec.json.encode(report).decode())
+    else:
+        for verdict in found:
+            typer.echo(f"{verdict} ({verdict.seconds:.3f} s)")
+    raise typer.Exit(0 if correct else 1)
+
+
+def _headers(lines: Sequence[str] | None) -> dict[str, str]:
+    headers = {}
+    for line in lines or ():
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(
+                "header", "a header has no name", expected="Name: value", found=repr(line), remedy="Write it that way"
+            )
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def _no_answer(url: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "no_answer",
+        f"the engine at {url} gives no answer to record",
+        expected="a completion",
+        found=f"{type(error).__name__} {error}".strip(),
+        remedy="Start the engine and wait until it serves, then record again",
+        url=url,
+    )

@@ -1,0 +1,191 @@
+"""The journal as the gate sees it: whose engine runs where, what a recovery is waiting for, what the gate has to add.
+
+Writing goes through one thread, so that a database that is busy holds up neither a request nor the opening of the gate;
+events carry the time at which they happened, and keep their order.
+"""
+
+import sqlite3
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from readmit.gate.process import Engine
+from weightcache.episodes import Attempt, Episode, Replay, Slot
+from weightcache.errors import ConfigError
+from weightcache.journal import Context, Event, Journal, boottime_ns, new_episode_id
+
+HISTORY: Final = 20
+"""Recoveries of a slot that expectations rest on."""
+
+
+class Chronicle:
+    """Reads and writes one node's journal.
+
+    Args:
+        path: the journal, or None: then nothing is known and nothing is kept.
+        node: what this node is called in it.
+        slots: the names of the gate's slots.
+    """
+
+    def __init__(self, path: Path | None, node: str, slots: Sequence[str]) -> None:
+        context = Context(node or Context.from_environment().node)
+        self.node = context.node
+        self.replay = Replay(keep=HISTORY * len(slots))
+        self.replay.slots.update((slot, Slot(slot)) for slot in slots)
+        self.failure: str | None = None
+        """Why the journal could not be read at the last attempt."""
+        self._slots = slots
+        self._reader = Journal(path, context)
+        self._writer = Journal(path, context)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chronicle")
+        self._generations: dict[str, dict[int, str]] = {}
+        self._mapped: dict[str, set[str]] = {}
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is a journal at all."""
+        return self._reader.path is not None
+
+    def rewind(self) -> None:
+        """Read what matters of the past: the latest recoveries of each slot."""
+        try:
+            starts = [self._start_of_history(slot) for slot in self._slots]
+        except (sqlite3.Error, ConfigError) as error:  # ConfigError: a newer version writes it
+            self.failure = str(error)
+            return
+        self.replay.position = min(starts, default=0)
+        self.poll()
+
+    def poll(self) -> bool:
+        """Take in what is new; returns whether anything was. Cheap when nothing is."""
+        try:
+            if self._reader.last_id() <= self.replay.position:
+                return False
+            for event in self._reader.events(self.replay.position):
+                self.replay.feed(event)
+                self._note_generation(event)
+        except (sqlite3.Error, ConfigError) as error:  # ConfigError: a newer version writes it
+            self.failure = str(error)
+            return False
+        self.failure = None
+        return True
+
+    def engine(self, slot: str) -> Engine | None:
+        """The living process that the keeper runs in a slot, None if there is none."""
+        attempt = self._attempt(slot)
+        if attempt is None or attempt.pid is None or attempt.start_ticks is None:
+            return None
+        engine = Engine(attempt.pid, attempt.start_ticks)
+        return engine if engine.alive else None
+
+    def generation(self, slot: str) -> str | None:
+        """The weights that a slot's engine mapped or published: one generation, or one a rank joined by ``+``."""
+        ranks = self._generations.get(slot, {})
+        return "+".join(ranks[rank] for rank in sorted(ranks)) or None
+
+    def mapped(self, slot: str) -> set[str]:
+        """The resident generations that a slot's engine mapped, and did not itself load from disk."""
+        return self._mapped.get(slot, set())
+
+    def context(self, slot: str) -> Context:
+        """Where an event of this slot happens: in whatever episode and attempt it is in."""
+        episode = self.episode(slot)
+        if episode is None:
+            return Context(self.node, slot)
+        return Context(self.node, slot, episode.id, episode.attempt.number if episode.attempt is not None else None)
+
+    def episode(self, slot: str) -> Episode | None:
+        """The open episode of a slot."""
+        return self.replay.slots[slot].episode
+
+    def elapsed_s(self, slot: str) -> float | None:
+        """How old the open episode of a slot is."""
+        episode = self.episode(slot)
+        return None if episode is None else episode.age_s(self.replay.clock.now())
+
+    def expected_s(self, slot: str) -> float | None:
+        """How long a recovery of this slot by this path usually takes: the median; None without history."""
+        episode = self.episode(slot)
+        path = episode.path if episode is not None else "unknown"
+        past = [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready"]
+        alike = past if path == "unknown" else [it for it in past if it.path == path]
+        return statistics.median(it.total_s for it in alike) if alike else None
+
+    def write(
+        self, slot: str, kind: str, name: str, attributes: Mapping[str, Any] | None = None, at_ns: int | None = None
+    ) -> None:
+        """Add an event of a slot."""
+        self._submit(kind, name, attributes, at_ns, self.context(slot))
+
+    def open_episode(self, slot: str, cause: str, last_correct_ns: int | None) -> None:
+        """Open an episode for an engine that lives but does not answer, or answers wrongly; none if one is open.
+
+        The fault is dated back to the last correct answer: nobody knows that it came later.
+        """
+        self.poll()
+        if self.episode(slot) is not None:
+            return
+        last = self.replay.slots[slot].last
+        now = boottime_ns()
+        facts = {
+            "cause": cause,
+            "fault_boottime_ns": last_correct_ns or now,
+            "fault_clock": "last_correct_answer",
+            "previous": last and last.id,
+        }
+        self._submit("episode_open", cause, facts, now, Context(self.node, slot, new_episode_id()))
+
+    def close_episode(self, slot: str, verified: bool, at_ns: int) -> None:
+        """Close the slot's open episode, and its attempt: the engine answers since ``at_ns``.
+
+        Nothing to do without one, or when its fault is younger than the answer.
+        """
+        self.poll()
+        episode = self.episode(slot)
+        if episode is None or episode.fault_ns > self.replay.clock.now() - (boottime_ns() - at_ns):
+            return
+        if episode.attempt is not None and episode.attempt.outcome is None:
+            self.write(slot, "attempt_end", "ready", at_ns=at_ns)
+        facts = {"verified": verified, "generation": self.generation(slot)}
+        self.write(slot, "episode_close", "ready", facts, at_ns=at_ns)
+
+    def flush(self) -> None:
+        """Wait until everything written so far is in the journal or its spool."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write what is left and let go of the journal."""
+        self._thread.shutdown(wait=True)
+        self._writer.close()
+        self._reader.close()
+
+    def _submit(
+        self, kind: str, name: str, attributes: Mapping[str, Any] | None, at_ns: int | None, context: Context
+    ) -> None:
+        at = boottime_ns() if at_ns is None else at_ns
+        self._thread.submit(self._writer.append, kind, name, attributes, at_ns=at, context=context)
+
+    def _attempt(self, slot: str) -> Attempt | None:
+        # An episode that the gate opened itself has no attempt of its own yet: the engine is still the last one's.
+        known = self.replay.slots[slot]
+        if known.episode is not None and known.episode.attempt is not None:
+            return known.episode.attempt
+        return known.last.attempt if known.last is not None else None
+
+    def _start_of_history(self, slot: str) -> int:
+        clause = "WHERE slot = ? AND kind = 'episode_open' ORDER BY id DESC LIMIT 1 OFFSET ?"
+        oldest = "WHERE slot = ? AND kind = 'episode_open' ORDER BY id LIMIT 1"
+        events = self._reader.query(clause, slot, HISTORY) or self._reader.query(oldest, slot)
+        return events[0].id - 1 if events else self._reader.last_id()
+
+    def _note_generation(self, event: Event) -> None:
+        if event.slot is None:
+            return
+        if event.kind == "attempt_start":
+            self._generations[event.slot], self._mapped[event.slot] = {}, set()
+        elif event.kind in ("lookup", "publish") and (generation := event.attributes.get("generation")):
+            self._generations.setdefault(event.slot, {})[event.rank or 0] = generation
+            if event.name == "hit":
+                self._mapped.setdefault(event.slot, set()).add(generation)

@@ -1,0 +1,85 @@
+"""``/livez``, ``/readyz`` and ``/startupz``, as the Kubernetes API server answers them.
+
+Machines read the status code. ``?verbose`` explains it in lines, ``?exclude=CHECK`` leaves a check out. Nothing here
+asks the engine: the verdict is there, and given at once.
+"""
+
+from collections.abc import Collection
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from readmit.gate.gate import Gate
+from readmit.gate.problem import Problem
+
+_NO_STORE = {"Cache-Control": "no-store"}
+
+
+def routes(gate: Gate) -> APIRouter:
+    """The three routes of one gate."""
+    router = APIRouter()
+
+    @router.api_route("/livez", methods=["GET", "HEAD"])
+    async def livez() -> Response:
+        # It depends on nothing: a slow recovery must not be ended by whoever asks whether the gate lives.
+        return PlainTextResponse("ok\n", headers=_NO_STORE)
+
+    @router.api_route("/readyz", methods=["GET", "HEAD"])
+    async def readyz(request: Request, exclude: list[str] = Query([])) -> Response:  # noqa: B008 - FastAPI's form
+        checks = {"drain": not gate.draining, "slots": any(slot.ready for slot in gate.slots)}
+        failed = [name for name, passed in checks.items() if not passed and name not in exclude]
+        if "verbose" in request.query_params:
+            unknown = [name for name in exclude if name not in checks]
+            text = _explained(gate, checks, exclude, unknown) + f"readyz check {'failed' if failed else 'passed'}\n"
+            return PlainTextResponse(text, 503 if failed else 200, headers=_NO_STORE)
+        if not failed:
+            return PlainTextResponse("ok\n", headers=_NO_STORE)
+        return answer(_draining() if "drain" in failed else gate.not_ready(), request)
+
+    @router.api_route("/startupz", methods=["GET", "HEAD"])
+    async def startupz(request: Request) -> Response:
+        if gate.was_ready:
+            return PlainTextResponse("ok\n", headers=_NO_STORE)
+        return answer(gate.not_ready(), request)
+
+    return router
+
+
+def answer(problem: Problem, request: Request) -> Response:
+    """A problem as a response."""
+    headers = problem.headers()
+    return Response(problem.body(request.url.path), problem.status, headers, headers.pop("Content-Type"))
+
+
+def _draining() -> Problem:
+    return Problem(503, "draining", "This gate is shutting down.", 1)
+
+
+def _explained(gate: Gate, checks: dict[str, bool], exclude: Collection[str], unknown: Collection[str]) -> str:
+    lines = [
+        f"[+]{name} excluded: ok"
+        if name in exclude
+        else f"[{'+' if passed else '-'}]{name} {'ok' if passed else 'failed'}"
+        for name, passed in checks.items()
+    ]
+    for slot in gate.slots:
+        outlook = gate.outlook(slot)
+        proof = (
+            ""
+            if outlook.verified is None
+            else " (verified)"
+            if outlook.verified
+            else " (unverified: no golden answers)"
+        )
+        why = f": {outlook.message}" if outlook.message else ""
+        lines.append(f"  slot {slot.name} {slot.state}, {slot.reason}, for {outlook.since_s:.1f} s{proof}{why}")
+    if gate.probe_set_suspect:
+        lines.append("  warning: several ready slots answer wrongly; the golden answers are doubted, not the engines")
+    if gate.probes.error is not None:
+        lines.append(f"  warning: {gate.probes.error}")
+    if gate.chronicle.failure is not None:
+        lines.append(f"  warning: the journal cannot be read: {gate.chronicle.failure}")
+    if unknown:
+        lines.append(f"  warning: no such checks to exclude: {', '.join(unknown)}")
+    return "".join(f"{line}\n" for line in lines)

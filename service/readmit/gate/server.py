@@ -1,0 +1,131 @@
+"""The gate's process: uvicorn on a listening socket that the service manager keeps while the process is replaced."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from readmit.gate.app import create_app
+from readmit.gate.gate import Gate
+from readmit.gate.settings import GateSettings
+from weightcache.errors import ConfigError
+from weightcache.sdnotify import Notifier, listen_fds
+
+log = logging.getLogger("readmit.gate")
+
+STORED_AS: Final = "gate"
+_BACKLOG: Final = 2048
+"""Connections that wait while the gate is being replaced; uvicorn's own number."""
+_CLOSE_LIMIT_S: Final = 3
+"""For what still runs when draining is over."""
+
+
+def run(settings: GateSettings) -> int:
+    """Serve until a signal ends it; returns the process's exit code.
+
+    Raises:
+        ConfigError: ``address``: the gate cannot listen there.
+    """
+    notifier = Notifier.from_environment()
+    listener = listen(settings, notifier)
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=_CLOSE_LIMIT_S, server_header=False
+    )
+    server = GateServer(config, app.state.gate, notifier, listener)
+    server.run(sockets=[listener])
+    return os.EX_SOFTWARE if app.state.gate.failure is not None else os.EX_OK
+
+
+def listen(settings: GateSettings, notifier: Notifier) -> socket.socket:
+    """The socket that an earlier gate left with the service manager, or a new one, left there as well.
+
+    While a gate is being replaced, clients that connect wait in this socket's queue; none is refused.
+
+    Raises:
+        ConfigError: ``address``.
+    """
+    host, port = settings.address
+    for name, descriptor in listen_fds():
+        inherited = socket.socket(fileno=descriptor)
+        if name == STORED_AS and port in (0, inherited.getsockname()[1]):
+            return inherited
+        inherited.close()
+    notifier.remove(STORED_AS)  # one with another address, perhaps
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            "address",
+            f"the gate cannot listen on {settings.listen}",
+            expected="a free address of this machine",
+            found=error.strerror or str(error),
+            remedy="Choose another address (listen), or stop what uses it",
+        ) from error
+    notifier.store(STORED_AS, listener.fileno())
+    return listener
+
+
+class GateServer(uvicorn.Server):
+    """uvicorn, except that a signal to end drains the gate first.
+
+    Args:
+        config: uvicorn's.
+        gate: the gate of the application.
+        notifier: the service manager.
+        listener: the listening socket.
+    """
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, notifier: Notifier, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._gate = gate
+        self._notifier = notifier
+        self._listener = listener
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._told = ""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        # The service manager came back and has lost what it kept.
+        self._loop.add_signal_handler(signal.SIGHUP, lambda: self._notifier.store(STORED_AS, self._listener.fileno()))
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        self._notifier.ready(f"listening on {host}:{port}")
+        print(f"readmit gate: listening on {host}:{port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains; a second one ends at once. Either way the exit code is the gate's own."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._leave)
+        else:
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._gate.failure is not None:
+            log.error("the gate has failed", exc_info=self._gate.failure)
+            self.should_exit = True
+        status = ", ".join(f"slot {slot.name} {slot.state}" for slot in self._gate.slots)
+        if status != self._told:
+            self._told = status
+            self._notifier.status(status)
+        return await super().on_tick(counter)
+
+    def _leave(self) -> None:
+        if self._drain is not None:
+            self.should_exit = True
+            return
+        log.info("draining")
+        self._notifier.stopping()
+        self._drain = asyncio.create_task(self._gate.drain())
+        self._drain.add_done_callback(self._drained)
+
+    def _drained(self, drain: asyncio.Task[None]) -> None:
+        self.should_exit = True
+        drain.result()

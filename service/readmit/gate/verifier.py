@@ -1,0 +1,151 @@
+"""Asks one engine the golden questions, and makes sure that it was that engine that answered."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import aiohttp
+from yarl import URL
+
+from readmit.gate.process import Engine
+from readmit.probes import Expectation, Interrogation, Probe, ProbeSet, Verdict, served_model
+from weightcache.errors import ConfigError
+from weightcache.journal import boottime_ns
+
+Result = Literal["correct", "wrong", "late", "error", "engine_exited", "foreign_listener", "no_probes"]
+
+SIGN_OF_LIFE = Probe("sign-of-life", "Hello", 1, Expectation(regex=""))
+"""Asked where nobody recorded golden answers: any completion will do, which proves little and is said to."""
+BUSY_STATUSES = (429, 503)
+"""What a server answers that could and will not now: it is late, not broken."""
+
+
+class Finding(NamedTuple):
+    """What one verification found.
+
+    Attributes:
+        result: the worst of the verdicts, or why the engine could not be asked.
+        asked_ns: boottime at which the first question was put.
+        verdicts: one for each question that was put.
+        probe_set: the digest of the set, None where there is none.
+        message: for people; empty when all is well.
+    """
+
+    result: Result
+    asked_ns: int
+    verdicts: tuple[Verdict, ...] = ()
+    probe_set: str | None = None
+    message: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether nobody listened."""
+        return self.result == "error" and self.verdicts[-1].refused
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine said that it has no time."""
+        return self.result == "error" and self.verdicts[-1].status in BUSY_STATUSES
+
+
+class ProbeFile:
+    """The probe file, read again when it has changed.
+
+    A file that has become unreadable leaves the last good set in force: a slip of the pen takes nobody out of service.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.error: ConfigError | None = None
+        self._seen: tuple[int, int, int] | None = None
+        self._current: ProbeSet | None = None
+
+    def current(self) -> ProbeSet | None:
+        """The probe set in force, None while there is none; `error` says what is wrong with the file."""
+        if self.path is None:
+            return None
+        try:
+            stat = self.path.stat()
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except OSError:
+            seen = None
+        if seen != self._seen or self._current is None:
+            self._seen = seen
+            try:
+                self._current, self.error = ProbeSet.load(self.path), None
+            except ConfigError as error:
+                self.error = error
+        return self._current
+
+
+class Verifier:
+    """Puts the questions of one probe file.
+
+    Args:
+        probes: where the questions are.
+        limit_s: when an answer is late.
+        unverified_ok: whether a `SIGN_OF_LIFE` will do where there are no questions.
+        headers: sent with every question.
+    """
+
+    def __init__(self, probes: ProbeFile, limit_s: float, unverified_ok: bool, headers: Mapping[str, str]) -> None:
+        self.probes = probes
+        self._limit_s = limit_s
+        self._unverified_ok = unverified_ok
+        self._headers = headers
+
+    async def examine(self, url: str, engine: Engine | None, *, turn: int | None = None) -> Finding:
+        """Ask the engine that should be behind a URL. Only answers during which it lived and listened count.
+
+        Args:
+            url: the engine's base URL.
+            engine: the process that must be the one that answers.
+            turn: put one question only, the next with every turn; all of them if None.
+        """
+        asked_ns = boottime_ns()
+        probe_set = self.probes.current()
+        if probe_set is None and not self._unverified_ok:
+            message = str(self.probes.error or "no probe file is configured")
+            return Finding("no_probes", asked_ns, message=message)
+        if (problem := await _stranger(url, engine)) is not None:
+            return Finding(problem, asked_ns, message=_EXPLAINED[problem])
+        asked_ns = boottime_ns()
+        verdicts = tuple(await self._ask(url, probe_set, turn))
+        if (problem := await _stranger(url, engine)) is not None:
+            return Finding(problem, asked_ns, verdicts, message=_EXPLAINED[problem])
+        digest = probe_set.digest if probe_set is not None else None
+        for result in ("error", "late", "wrong"):
+            for verdict in verdicts:
+                if verdict.result == result:
+                    return Finding(verdict.result, asked_ns, verdicts, digest, str(verdict))
+        return Finding("correct", asked_ns, verdicts, digest)
+
+    async def _ask(self, url: str, probe_set: ProbeSet | None, turn: int | None) -> list[Verdict]:
+        if probe_set is not None:
+            probes = probe_set.probes if turn is None else (probe_set.probes[turn % len(probe_set.probes)],)
+            return await Interrogation(url, probe_set.model, self._headers).put_all(probes, self._limit_s)
+        try:
+            model = await asyncio.wait_for(served_model(url, self._headers), self._limit_s)
+        except TimeoutError:
+            return [Verdict(SIGN_OF_LIFE.name, "late", self._limit_s, message="no list of models in time")]
+        except (aiohttp.ClientError, OSError) as error:
+            return [Verdict.without_answer(SIGN_OF_LIFE, error, 0.0)]
+        return [await Interrogation(url, model, self._headers).put(SIGN_OF_LIFE, self._limit_s)]
+
+
+_EXPLAINED: Mapping[Literal["engine_exited", "foreign_listener"], str] = {
+    "engine_exited": "the engine's process is gone",
+    "foreign_listener": "another process than the slot's engine listens on its port",
+}
+
+
+async def _stranger(url: str, engine: Engine | None) -> Literal["engine_exited", "foreign_listener"] | None:
+    if engine is None:
+        return None
+    if not engine.alive:
+        return "engine_exited"
+    where = URL(url)
+    # In a thread: the engine's descriptors can be thousands.
+    listens = await asyncio.to_thread(engine.listens, where.host or "", where.port or 80)
+    return "foreign_listener" if listens is False else None

@@ -1,0 +1,425 @@
+"""Golden answers: questions whose correct answers were recorded from a good load, and what an engine makes of them.
+
+A probe set belongs to a model revision and its quantisation, not to an engine's version. Every question goes to
+``/v1/completions`` with temperature 0 over a connection of its own, so that an answer is the answer to that question
+from whoever listens at that moment.
+
+An answer is `correct`, `wrong` (it differs), `late` (none within the limit) or an `error` (no answer at all: refused,
+cut off, an HTTP error). Late is not wrong: a busy engine is late.
+"""
+
+import asyncio
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from weightcache.errors import ConfigError
+
+Result = Literal["correct", "wrong", "late", "error"]
+RESULTS: Final[tuple[Result, ...]] = ("correct", "wrong", "late", "error")
+
+DEFAULT_PROMPTS: Final = (
+    "The capital of France is",
+    "Water freezes at a temperature of zero degrees Celsius and boils at a temperature of",
+    # Long enough for several pages of KV cache.
+    "Once upon a time there was a baker who counted his loaves. " * 12 + "On the next morning the baker counted his",
+)
+"""Asked when nobody names better ones."""
+
+ANSWER_BYTES_LIMIT: Final = 1 << 20
+"""No answer to a probe is longer; what is, comes from something that is no completions API."""
+
+
+class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a correct answer looks like: exactly one of ``text``, ``regex`` and ``tokens``.
+
+    Attributes:
+        text: the whole answer.
+        regex: a regular expression found somewhere in it (`re.search`).
+        tokens: the answer's tokens as text, as ``logprobs`` gives them.
+        logprobs: their log-probabilities, one for each token; only together with ``tokens``.
+        tolerance: how far each log-probability may be away, in nats.
+    """
+
+    text: str | None = None
+    regex: str | None = None
+    tokens: tuple[str, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+    tolerance: float = 0.5
+
+    def __post_init__(self) -> None:
+        if sum(kind is not None for kind in (self.text, self.regex, self.tokens)) != 1:
+            raise ValueError("an expectation has exactly one of text, regex and tokens")
+        if self.logprobs is not None and len(self.logprobs) != len(self.tokens or ()):
+            raise ValueError("logprobs has one number for each of the tokens")
+        if self.regex is not None:
+            try:
+                re.compile(self.regex)
+            except re.error as error:
+                raise ValueError(f"{self.regex!r} is not a regular expression: {error}") from error
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the engine must be asked for log-probabilities."""
+        return self.tokens is not None
+
+    def __str__(self) -> str:
+        if self.text is not None:
+            return repr(self.text)
+        if self.regex is not None:
+            return f"/{self.regex}/"
+        return f"the tokens {list(self.tokens or ())}"
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One question. ``max_tokens`` bounds its answer."""
+
+    name: str
+    prompt: str
+    max_tokens: int
+    expect: Expectation
+
+
+class ProbeSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The questions of one model revision.
+
+    Attributes:
+        model: the name under which engines serve it.
+        probes: at least one.
+        checkpoint_digest: content identity of the checkpoint they were recorded from, if known.
+        quant_method: its quantisation, None for none.
+        recorded_at: when, ISO 8601.
+        engine: what answered, for people.
+    """
+
+    model: str
+    probes: tuple[Probe, ...]
+    checkpoint_digest: str | None = None
+    quant_method: str | None = None
+    recorded_at: str | None = None
+    engine: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [probe.name for probe in self.probes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError("probes is a list of one or more probes with different names")
+
+    @property
+    def digest(self) -> str:
+        """What tells this set from another: 16 hexadecimal digits over the model's name and the probes."""
+        return hashlib.sha256(msgspec.json.encode((self.model, self.probes))).hexdigest()[:16]
+
+    @classmethod
+    def load(cls, path: Path) -> "ProbeSet":
+        """Read a probe file.
+
+        Raises:
+            ConfigError: ``probes_absent`` when there is none, ``probes`` when it is not one.
+        """
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "probes_absent",
+                f"there is no probe file {path}",
+                remedy=f"Record one from a good load: readmit probe record URL --out {path}",
+                path=str(path),
+            ) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                "probes",
+                f"{path} is not a probe file: {error}",
+                remedy=f"Record it anew: readmit probe record URL --out {path}",
+                path=str(path),
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        partial.rename(path)
+
+
+class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What came of one question.
+
+    Attributes:
+        probe: its name.
+        result: `correct`, `wrong`, `late` or `error`.
+        seconds: from the question to the answer, or to giving up.
+        expected: what was expected, unless it came.
+        found: what came instead.
+        message: why there is no answer.
+        status: the HTTP status of an error, None where there was none.
+        refused: whether nobody listened.
+    """
+
+    probe: str
+    result: Result
+    seconds: float
+    expected: str | None = None
+    found: str | None = None
+    message: str | None = None
+    status: int | None = None
+    refused: bool = False
+
+    @classmethod
+    def without_answer(cls, probe: Probe, error: Exception, seconds: float) -> "Verdict":
+        """The verdict on an engine that gave none: an error, or late when it is we who had no room to ask."""
+        number = error.errno if isinstance(error, OSError) else None
+        return cls(
+            probe.name,
+            "late" if number in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL) else "error",
+            seconds,
+            message=f"{type(error).__name__}: {error}",
+            refused=number == errno.ECONNREFUSED,
+        )
+
+    def __str__(self) -> str:
+        if self.result == "wrong":
+            return f"{self.probe}: wrong: expected {self.expected}, found {self.found}"
+        return f"{self.probe}: {self.result}" + (f": {self.message}" if self.message else "")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What an engine said: its text, and tokens with log-probabilities where they were asked for."""
+
+    text: str
+    tokens: tuple[str, ...] | None = None
+    logprobs: tuple[float | None, ...] | None = None
+
+
+class Interrogation:
+    """Asks one engine.
+
+    Args:
+        url: the engine's base URL, without ``/v1``.
+        model: the name it serves the model under.
+        headers: sent with every question, for engines behind a key.
+    """
+
+    def __init__(self, url: str, model: str, headers: Mapping[str, str] | None = None) -> None:
+        self.url = URL(url)
+        self.model = model
+        self._headers = headers
+
+    async def put(self, probe: Probe, limit_s: float) -> Verdict:
+        """Put one question and judge the answer. Never raises because of the engine."""
+        began = time.monotonic()
+        try:
+            answer = await asyncio.wait_for(
+                self.answer(probe.prompt, probe.max_tokens, tokens=probe.expect.wants_tokens), limit_s
+            )
+        except TimeoutError:
+            message = f"no answer within {limit_s:g} s"
+            return Verdict(probe.name, "late", time.monotonic() - began, message=message)
+        except aiohttp.ClientResponseError as error:
+            message = f"the engine answers {error.status} {error.message}".rstrip()
+            return Verdict(probe.name, "error", time.monotonic() - began, message=message, status=error.status)
+        except (aiohttp.ClientError, OSError) as error:
+            return Verdict.without_answer(probe, error, time.monotonic() - began)
+        return judge(probe, answer, time.monotonic() - began)
+
+    async def put_all(self, probes: Sequence[Probe], limit_s: float) -> list[Verdict]:
+        """Put every question, one after the other, up to the first that gets no answer.
+
+        A wrong answer does not end it: all that is wrong should be in the report.
+        """
+        verdicts: list[Verdict] = []
+        for probe in probes:
+            verdicts.append(await self.put(probe, limit_s))
+            if verdicts[-1].result in ("late", "error"):
+                break
+        return verdicts
+
+    async def answer(self, prompt: str, max_tokens: int, *, tokens: bool = False) -> Answer:
+        """The engine's answer.
+
+        Raises:
+            aiohttp.ClientError: it could not be had.
+        """
+        question: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        if tokens:
+            question["logprobs"] = 1
+        return _answer(await _exchange("POST", self.url / "v1/completions", self._headers, question))
+
+
+async def served_model(url: str, headers: Mapping[str, str] | None = None) -> str:
+    """The name of the first model that an engine lists under ``/v1/models``.
+
+    Raises:
+        aiohttp.ClientError: it lists none.
+    """
+    listing = await _exchange("GET", URL(url) / "v1/models", headers)
+    try:
+        return str(listing["data"][0]["id"])
+    except (LookupError, TypeError) as error:
+        raise _NoCompletion(f"it lists no model: {_short(listing)}") from error
+
+
+async def record(
+    url: str,
+    prompts: Sequence[str],
+    *,
+    model: str,
+    max_tokens: int = 8,
+    repeat: int = 3,
+    by: Literal["text", "tokens", "logprobs"] = "text",
+    tolerance: float = 0.5,
+    limit_s: float = 120.0,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[Probe, ...]:
+    """Record what an engine that is known to be good answers.
+
+    Args:
+        repeat: how often each question is put; only an answer that stays the same can be a golden one.
+        by: what is compared later: the text, its tokens, or tokens and log-probabilities within ``tolerance``.
+
+    Raises:
+        ConfigError: ``probe_unstable``, ``probe_empty`` or ``probe_tokens``: this prompt gives no golden answer here.
+        aiohttp.ClientError: the engine does not answer.
+        TimeoutError: not within ``limit_s``.
+    """
+    engine = Interrogation(url, model, headers)
+    probes = []
+    for index, prompt in enumerate(prompts, 1):
+        answers = [
+            await asyncio.wait_for(engine.answer(prompt, max_tokens, tokens=by != "text"), limit_s)
+            for _ in range(max(1, repeat))
+        ]
+        first = answers[0]
+        _check_golden(prompt, answers, by)
+        expect = Expectation(text=first.text)
+        if by != "text":
+            logprobs = tuple(value for value in first.logprobs or () if value is not None)
+            expect = Expectation(
+                tokens=first.tokens, logprobs=logprobs if by == "logprobs" else None, tolerance=tolerance
+            )
+        probes.append(Probe(f"probe-{index}", prompt, max_tokens, expect))
+    return tuple(probes)
+
+
+def now_iso() -> str:
+    """This moment, for `ProbeSet.recorded_at`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def judge(probe: Probe, answer: Answer, seconds: float) -> Verdict:
+    """Compare an answer with what the probe expects."""
+    found = _difference(probe.expect, answer)
+    if found is None:
+        return Verdict(probe.name, "correct", seconds)
+    return Verdict(probe.name, "wrong", seconds, expected=str(probe.expect), found=found)
+
+
+def _difference(expect: Expectation, answer: Answer) -> str | None:
+    if expect.text is not None:
+        return None if answer.text == expect.text else repr(answer.text)
+    if expect.regex is not None:
+        return None if re.search(expect.regex, answer.text) else repr(answer.text)
+    if answer.tokens != expect.tokens:
+        return f"the tokens {list(answer.tokens)}" if answer.tokens is not None else "no tokens in the answer"
+    if expect.logprobs is None:
+        return None
+    found = answer.logprobs or ()
+    if len(found) != len(expect.logprobs):
+        return f"{len(found)} log-probabilities"
+    for index, (ours, theirs) in enumerate(zip(expect.logprobs, found, strict=True)):
+        if theirs is None or not math.isfinite(theirs) or abs(ours - theirs) > expect.tolerance:
+            return f"log-probability {theirs} of token {index}, recorded as {ours} (tolerance {expect.tolerance:g})"
+    return None
+
+
+def _check_golden(prompt: str, answers: Sequence[Answer], by: str) -> None:
+    first = answers[0]
+    for other in answers[1:]:
+        if (other.text, other.tokens) != (first.text, first.tokens):
+            raise ConfigError(
+                "probe_unstable",
+                f"the answer to {_short(prompt)} does not stay the same",
+                expected=repr(first.text),
+                found=repr(other.text),
+                remedy="Use another prompt or fewer tokens, and record while nothing else uses the engine",
+            )
+    if not first.text.strip():
+        raise ConfigError(
+            "probe_empty",
+            f"the answer to {_short(prompt)} is empty",
+            expected="some text",
+            found=repr(first.text),
+            remedy="Use another prompt or more tokens",
+        )
+    finite = all(value is not None and math.isfinite(value) for value in first.logprobs or ())
+    if by != "text" and (not first.tokens or not finite):
+        raise ConfigError(
+            "probe_tokens",
+            f"the answer to {_short(prompt)} comes without usable tokens and log-probabilities",
+            expected="choices[0].logprobs with tokens and finite token_logprobs",
+            found=_short((first.tokens, first.logprobs)),
+            remedy="Record by text",
+        )
+
+
+class _NoCompletion(aiohttp.ClientError):
+    """Something answered, but not what a completions API answers."""
+
+
+async def _exchange(method: str, url: URL, headers: Mapping[str, str] | None, body: object = None) -> Any:
+    # A connector of its own, closed with it: the reply on it can be to nothing else.
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        session.request(
+            method, url, json=body, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout()
+        ) as response,
+    ):
+        raw = b""
+        async for chunk in response.content.iter_any():
+            raw += chunk
+            if len(raw) > ANSWER_BYTES_LIMIT:
+                raise _NoCompletion(f"more than {ANSWER_BYTES_LIMIT} bytes")
+        if response.status != 200:
+            raise aiohttp.ClientResponseError(
+                response.request_info, (), status=response.status, message=response.reason or ""
+            )
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _NoCompletion(f"not JSON: {_short(raw)}") from error
+
+
+def _answer(reply: Any) -> Answer:
+    try:
+        choice = reply["choices"][0]
+        marks = choice.get("logprobs")
+        return msgspec.convert(
+            {
+                "text": choice["text"],
+                "tokens": marks and marks["tokens"],
+                "logprobs": marks and marks["token_logprobs"],
+            },
+            Answer,
+        )
+    except (LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        raise _NoCompletion(f"no completion: {_short(reply)}") from error
+
+
+def _short(thing: object, limit: int = 200) -> str:
+    text = repr(thing)
+    return text if len(text) <= limit else text[:limit] + "..."
