@@ -154,9 +154,14 @@ class Slot(Section):
     stop_s: Seconds = STOP_S
 
     @property
+    def address(self) -> str | None:
+        """``HOST:PORT`` of the URL."""
+        return self.url.rpartition("//")[2].rstrip("/") if self.url else None
+
+    @property
     def argv(self) -> tuple[str, ...]:
         """The command with its placeholders filled in."""
-        host, port = split_address(self.url.rpartition("//")[2].rstrip("/")) if self.url else ("", 0)
+        host, port = split_address(self.address) if self.address else ("", 0)
         values = {"{model}": self.model or "", "{host}": host, "{port}": str(port)}
         # Not str.format: engines take JSON as arguments.
         return tuple(_replaced(word, values) for word in self.command)
@@ -204,9 +209,9 @@ class Config(BaseSettings):
         return env_settings, init_settings
 
     @property
-    def folder(self) -> Path:
-        """Where commands run: the file's folder."""
-        return self._file.parent if self._file else Path.cwd()
+    def file(self) -> Path | None:
+        """The file it was read from; None where the environment alone was."""
+        return self._file
 
     @property
     def socket(self) -> Path:
@@ -244,17 +249,18 @@ def load(file: Path | None = None) -> Config:
     if file is None and DEFAULT_FILE.exists():
         file = DEFAULT_FILE
     data = _read(file) if file else {}
+    what = f"the configuration {file}" if file else "the configuration in the environment"
     try:
         config = Config(**_with_slots_from(os.environ, data))
     except ValidationError as error:
-        raise _unusable(file, [_told(item) for item in error.errors()]) from error
+        raise unusable(what, error) from error
     except ValueError as error:  # a slot's variable
-        raise _unusable(file, [str(error)]) from error
+        raise _unusable(what, [str(error)]) from error
     if file is not None:
         config = _anchored(config, file.resolve())
     names = [slot.name for slot in config.slot]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise _unusable(file, [f"slot: the name {twice[0]} is there twice"])
+        raise _unusable(what, [f"slot: the name {twice[0]} is there twice"])
     for path in (config.socket, config.node.runtime_dir / "keeper.sock"):
         paths.checked_socket_path(path)
     return config
@@ -321,12 +327,16 @@ def _told(error: Any) -> str:
     return f"{key}: {error['msg'].removeprefix('Value error, ')}"
 
 
-def _unusable(file: Path | None, problems: list[str]) -> ConfigError:
+def unusable(what: str, error: ValidationError) -> ConfigError:
+    """The error for people that says every problem pydantic found in something."""
+    return _unusable(what, [_told(item) for item in error.errors()])
+
+
+def _unusable(what: str, problems: list[str]) -> ConfigError:
     return ConfigError(
         "config",
-        f"the configuration {file or 'in the environment'} cannot be used: {'; '.join(problems)}",
+        f"{what} cannot be used: {'; '.join(problems)}",
         remedy="deploy/readmit.toml shows every key; readmit config show prints what is in force",
-        path=str(file) if file else None,
         problems=problems,
     )
 

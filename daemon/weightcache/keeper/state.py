@@ -36,25 +36,23 @@ class KeeperState:
     """
 
     def __init__(self, runtime_dir: Path, children: Iterable[str]) -> None:
-        self.folder = runtime_dir / "keeper"
-        self.control_path = checked_socket_path(runtime_dir / "keeper.sock")
-        for child in children:
-            self.notify_path(child)
-        private_dir(runtime_dir)
-        private_dir(self.folder)
+        check_paths(runtime_dir, children)
+        self.folder = private_dir(private_dir(runtime_dir) / "keeper")
+        self.control_path = runtime_dir / "keeper.sock"
+        self._runtime_dir = runtime_dir
         self._file = runtime_dir / "keeper.json"
-        self._lock_path = self.folder / "lock"
-        self._lock = _acquire(self._lock_path, runtime_dir)
+        self._lock_path = _lock_path(runtime_dir)
+        self._lock = _acquire(runtime_dir)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def notify_path(self, child: str) -> Path:
         """Where a child's notify socket is bound."""
-        return checked_socket_path(self.folder / f"{child}.sock")
+        return self.folder / f"{child}.sock"
 
     def load(self) -> tuple[int | None, list[ChildRecord]]:
         """The predecessor's pid and children; (None, []) after an orderly end or a reboot."""
-        return read(self._file.parent)
+        return read(self._runtime_dir)
 
     def save(self, node: str, children: list[ChildRecord]) -> None:
         """Write down the children, whole or not at all."""
@@ -67,7 +65,7 @@ class KeeperState:
 
     def remove(self) -> None:
         """Leave nothing behind: the children have ended."""
-        for path in (self._file, self.control_path, self._lock_path):
+        for path in (self._file, spec_path(self._runtime_dir), self.control_path, self._lock_path):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody else's file in it, or a child's output
             self.folder.rmdir()
@@ -96,7 +94,29 @@ def read(runtime_dir: Path) -> tuple[int | None, list[ChildRecord]]:
         ) from error
 
 
-def _acquire(path: Path, runtime_dir: Path) -> int:
+def spec_path(runtime_dir: Path) -> Path:
+    """Where `readmit up` and `readmit run` put the spec of the keeper they become."""
+    return runtime_dir / "keeper-spec.json"
+
+
+def check_paths(runtime_dir: Path, children: Iterable[str]) -> None:
+    """Raises ConfigError ``path_too_long`` when a keeper's sockets cannot be bound below a runtime folder."""
+    for path in (runtime_dir / "keeper.sock", *(runtime_dir / "keeper" / f"{child}.sock" for child in children)):
+        checked_socket_path(path)
+
+
+def check_unowned(runtime_dir: Path) -> None:
+    """Raises ConfigError ``already_running`` when a keeper looks after a runtime folder."""
+    if _lock_path(runtime_dir).exists():
+        os.close(_acquire(runtime_dir))
+
+
+def _lock_path(runtime_dir: Path) -> Path:
+    return runtime_dir / "keeper" / "lock"
+
+
+def _acquire(runtime_dir: Path) -> int:
+    path = _lock_path(runtime_dir)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

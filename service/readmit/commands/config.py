@@ -1,0 +1,56 @@
+"""``readmit config``: check a node's configuration, or print what is in force."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from readmit.config import DEFAULT_FILE, load
+
+app = typer.Typer(no_args_is_help=True)
+
+File = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The file; readmit.toml if absent.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("check")
+def check(file: File = None, as_json: AsJson = False) -> None:
+    """Say whether a configuration can be used; `readmit up --check` also looks at ports and commands."""
+    config = load(file or DEFAULT_FILE)
+    config.gate_settings() if config.slot and config.gate.enabled else None
+    if as_json:
+        typer.echo(config.model_dump_json(indent=2))
+    else:
+        typer.echo(f"{config.file}: good, {len(config.slot)} slots: {', '.join(slot.name for slot in config.slot)}")
+
+
+@app.command("show")
+def show(file: File = None, as_json: AsJson = False) -> None:
+    """Print every key with the value in force, the environment's included."""
+    config = load(file)
+    if as_json:
+        typer.echo(config.model_dump_json(indent=2))
+        return
+    data = config.model_dump(mode="json")
+    for section in ("node", "cache", "gate", "telemetry"):
+        _table(f"[{section}]", data[section])
+    for slot in data["slot"]:
+        _table("[[slot]]", slot)
+
+
+def _table(title: str, values: dict[str, object]) -> None:
+    typer.echo(title)
+    for key, value in values.items():
+        typer.echo(f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set")
+    typer.echo()
+
+
+def _toml(value: object) -> str:
+    """A value as TOML; strings, numbers and booleans are written as in JSON."""
+    import json
+
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

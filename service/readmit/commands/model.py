@@ -1,0 +1,13 @@
+"""``readmit model``: make the demo model, and print its folder."""
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command("model")
+def command() -> None:
+    """Make the demo model from the package that ships it, and print its folder."""
+    from readmit.demo_model import main
+
+    main()

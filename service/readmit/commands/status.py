@@ -1,0 +1,120 @@
+"""``readmit status``: what runs here now, by the keeper's word and the journal's."""
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from readmit.where import ConfigOption, Where
+from weightcache.episodes import Replay
+from weightcache.errors import ConfigError
+from weightcache.journal import Context, Journal
+from weightcache.keeper.control import ask
+from weightcache.keeper.state import read
+from weightcache.process import Process
+
+app = typer.Typer()
+
+
+@app.command("status")
+def command(
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the processes of this node: state, pid, uptime, and for each slot its recovery.
+
+    Exits 1 when no keeper runs.
+    """
+    where = Where.find(config)
+    try:
+        keeper, problem = ask(where.runtime_dir, {"status": True}), None
+    except ConfigError as error:
+        keeper, problem = _left_behind(where), str(error)
+    replay = Replay()
+    replay.catch_up(Journal(where.journal, Context.from_environment()))
+    for child in keeper["children"]:
+        child["recovery"] = _recovery(replay, child["name"]) if child["role"] == "engine" else None
+    if as_json:
+        typer.echo(json.dumps({**keeper, "problem": problem}, indent=2))
+    else:
+        typer.echo(_table(keeper["children"]))
+        if problem:
+            typer.echo(f"readmit: {problem}", err=True)
+    raise typer.Exit(1 if problem else 0)
+
+
+def _left_behind(where: Where) -> dict[str, Any]:
+    """What a keeper that is gone left running."""
+    children = []
+    for record in read(where.runtime_dir)[1]:
+        process = Process.open(record.pid, record.start_ticks) if record.pid else None
+        if process is not None:
+            process.close()
+            children.append({**record._asdict(), "state": "unkept", "uptime_s": None, "status": "", "starts": None})
+    return {"pid": None, "node": None, "children": children}
+
+
+def _recovery(replay: Replay, name: str) -> dict[str, Any] | None:
+    slot = replay.slots.get(name)
+    if slot is None:
+        return None
+    episode = slot.episode or slot.last
+    if episode is None:
+        return None
+    attempt, now_ns = episode.attempt, replay.clock.now()
+    return {
+        "slot_state": slot.state,
+        "episode": episode.id,
+        "open": episode.is_open,
+        "cause": episode.cause,
+        "path": episode.path,
+        "outcome": episode.outcome,
+        "verified": episode.verified,
+        "seconds": round(episode.age_s(now_ns), 3),
+        "attempt": attempt.number if attempt else None,
+        "phase": attempt.phase if attempt else None,
+    }
+
+
+def _table(children: Iterable[dict[str, Any]]) -> str:
+    rows = [("NAME", "ROLE", "STATE", "PID", "UPTIME", "")]
+    for child in children:
+        recovery = child["recovery"]
+        state = (recovery or {}).get("slot_state") if child["state"] == "running" else None
+        rows.append(
+            (
+                child["name"],
+                child["role"],
+                state or child["state"],
+                str(child["pid"] or "-"),
+                _duration(child["uptime_s"]),
+                _story(recovery) if recovery else child["status"],
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _story(recovery: dict[str, Any]) -> str:
+    seconds = f"{recovery['seconds']:.1f} s"
+    if recovery["open"]:
+        doing = f", in {recovery['phase']}" if recovery["phase"] else ""
+        return f"recovering from {recovery['cause']} for {seconds}, attempt {recovery['attempt'] or 0}{doing}"
+    if recovery["outcome"] == "ready":
+        kind = "first correct answer" if recovery["verified"] else "up, unverified,"
+        return f"{kind} {seconds} after {recovery['cause']} ({recovery['path']})"
+    return f"{recovery['outcome']} {seconds} after {recovery['cause']}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m {rest}s" if minutes else f"{rest}s"

@@ -1,0 +1,195 @@
+"""A node as the keeper is to run it: what goes into its spec, what must be true before it starts."""
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from readmit.config import Config, Slot, split_address
+from readmit.gate.settings import GateSettings
+from weightcache import paths
+from weightcache.errors import ConfigError
+from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec
+from weightcache.keeper.state import check_paths, check_unowned, read, spec_path
+from weightcache.process import Process
+
+GATE_STOP_S: Final = GateSettings.drain_notice_s + GateSettings.drain_limit_s + STOP_S
+"""How long a gate may take to end: it serves on until load balancers know, then lets requests finish."""
+
+
+def keeper_spec(config: Config) -> KeeperSpec:
+    """The processes of a node: weight cache daemon, engines, gate."""
+    return KeeperSpec(
+        node=config.node.name,
+        runtime_dir=config.node.runtime_dir,
+        state_dir=config.node.state_dir,
+        journal=config.journal,
+        children=tuple(_children(config)),
+        closes_episodes=not config.gate.enabled,
+    )
+
+
+def _children(config: Config) -> Iterator[ChildSpec]:
+    env = {"WEIGHTCACHE_SOCKET": str(config.socket), "PATH": search_path()}
+    if config.cache.enabled:
+        yield ChildSpec("daemon", "daemon", _daemon_command(config), env)
+    for slot in config.slot:
+        yield engine(slot, env)
+    if config.gate.enabled and config.slot:
+        settings = config.gate_settings()
+        stop_s = settings.drain_notice_s + settings.drain_limit_s + STOP_S
+        yield ChildSpec("gate", "gate", _gate_command(config), env, stop_s=stop_s)
+
+
+def check_probes(probes: Path | None, unverified_ok: bool) -> None:
+    """Raises ConfigError ``probes`` when a gate would never open."""
+    if probes is None and not unverified_ok:
+        raise ConfigError(
+            "probes",
+            "the gate has no golden answers, so it would never open",
+            expected="a probe file (--probes, or probes in [gate])",
+            found="none",
+            remedy="Record one from a good load (readmit probe record), or accept unverified traffic (unverified_ok)",
+        )
+    if probes is not None and not probes.is_file():
+        raise ConfigError(
+            "probes",
+            f"the probe file {probes} is not there",
+            remedy="Record it from a good load: readmit probe record URL --out FILE",
+            path=str(probes),
+        )
+
+
+def engine(slot: Slot, env: dict[str, str]) -> ChildSpec:
+    """The child that runs a slot's engine."""
+    return ChildSpec(
+        name=slot.name,
+        role="engine",
+        argv=slot.argv,
+        env={**env, **slot.env},
+        cwd=str(slot.cwd) if slot.cwd else None,
+        backoff_s=slot.backoff_s,
+        limit=slot.limit,
+        window_s=slot.window_s,
+        stop_s=slot.stop_s,
+    )
+
+
+def search_path() -> str:
+    """The ``PATH`` of the node's processes: this one's, and last the folder of ``readmit`` itself."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+
+
+def _daemon_command(config: Config) -> tuple[str, ...]:
+    options = ["--socket", str(config.socket), "--metrics", config.cache.metrics]
+    options += ["--log-format", config.telemetry.log_format]
+    if config.cache.capacity is not None:
+        options += ["--capacity", str(config.cache.capacity)]
+    if config.telemetry.spans is not None:
+        options += ["--spans", str(config.telemetry.spans)]
+    for uid in config.cache.allow_uid:
+        options += ["--allow-uid", str(uid)]
+    return (sys.executable, "-m", "weightcache.daemon", *options)
+
+
+def _gate_command(config: Config) -> tuple[str, ...]:
+    file = ["--config", str(config.file)] if config.file else []
+    return (sys.executable, "-m", "readmit.gate", *file)
+
+
+def check(spec: KeeperSpec, addresses: dict[str, str]) -> None:
+    """Find out before anything starts what could not work.
+
+    Args:
+        spec: what is to run.
+        addresses: what will be listened on, ``HOST:PORT`` by the name of its process. One whose process already runs
+            here, left by a keeper that died, is in use rightly.
+
+    Raises:
+        ConfigError: ``already_running``, ``command_not_found``, ``port_taken``, ``not_private`` or ``path_too_long``.
+    """
+    check_paths(spec.runtime_dir, [child.name for child in spec.children])
+    for folder in (spec.runtime_dir, spec.state_dir):
+        if folder.exists():
+            paths.private_dir(folder)
+    check_unowned(spec.runtime_dir)
+    for child in spec.children:
+        _check_command(child)
+    alive = set(_living(spec.runtime_dir))
+    for name, address in addresses.items():
+        if name not in alive:
+            _check_address(name, address)
+
+
+def become_keeper(spec: KeeperSpec) -> NoReturn:
+    """Replace this process by the keeper.
+
+    Raises:
+        ConfigError: the runtime folder cannot be used.
+    """
+    file = spec_path(paths.private_dir(spec.runtime_dir))
+    spec.save(file)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "weightcache.keeper", str(file)])
+
+
+def _living(runtime_dir: Path) -> Iterator[str]:
+    for record in read(runtime_dir)[1]:
+        process = Process.open(record.pid, record.start_ticks) if record.pid else None
+        if process is not None:
+            process.close()
+            yield record.name
+
+
+def _check_command(child: ChildSpec) -> None:
+    folder = Path(child.cwd) if child.cwd else Path.cwd()
+    program, path = child.argv[0], child.env.get("PATH", search_path())
+    found = shutil.which(folder / program) if os.sep in program else shutil.which(program, path=path)
+    if found is None:
+        raise ConfigError(
+            "command_not_found",
+            f"the command of {child.name} cannot be run: there is no program {program}",
+            expected="an executable file" if os.sep in program else f"an executable in one of {path}",
+            found="none",
+            remedy=f"Install it, or give its full path in the command of {child.name}",
+            command=list(child.argv),
+        )
+    if not folder.is_dir():
+        raise ConfigError(
+            "cwd",
+            f"the folder {folder} in which {child.name} is to run is not there",
+            remedy="Make it, or name another cwd",
+        )
+
+
+def _check_address(name: str, address: str) -> None:
+    host, port = split_address(address)
+    if port == 0:
+        return
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, target in found[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+    except OSError as error:
+        raise ConfigError(
+            "port_taken",
+            f"{name} cannot listen on {address}: {error.strerror}",
+            remedy="End the process that listens there (ss -ltnp shows it), or choose another address",
+            address=address,
+            process=name,
+        ) from error
+
+
+def addresses(config: Config) -> dict[str, str]:
+    """What a node's processes will listen on, by their names."""
+    known: Sequence[tuple[str, str, bool]] = (
+        ("daemon", config.cache.metrics, config.cache.enabled),
+        ("gate", config.gate.listen, config.gate.enabled and bool(config.slot)),
+        *((slot.name, slot.address, True) for slot in config.slot if slot.address),
+    )
+    return {name: address for name, address, enabled in known if enabled}
