@@ -75,7 +75,7 @@ def digest_of(
         ConfigError: the state folder cannot be used.
     """
     if isinstance(checkpoint, Checkpoint):
-        if checkpoint.digest is not None and checkpoint.stamp() == checkpoint.files:
+        if checkpoint.digest is not None and _is_as_seen(checkpoint):
             return Identity(checkpoint.digest, "proven")
         folder = checkpoint.folder
     else:
@@ -140,17 +140,14 @@ def cache_config(
 
 
 def lookup(checkpoint: Checkpoint, *, state: Path | None = None) -> str | None:
-    """The digest remembered for these files, if each is still as it was. Asks the file system; opens no weight file.
+    """The digest remembered for these files, if each is still as the preflight saw it. Opens no weight file.
 
     Raises:
         ConfigError: the state folder cannot be used.
     """
-    memory = _Memory(checkpoint.folder, state)
-    try:
-        files = checkpoint.stamp()
-    except CheckpointError:  # a file is gone, so nothing can be said about it
+    if not _is_as_seen(checkpoint):
         return None
-    record = memory.recall_files(files)
+    record = _Memory(checkpoint.folder, state).recall_files(checkpoint.files)
     return None if record is None else record.digest
 
 
@@ -163,20 +160,15 @@ def remember(checkpoint: Checkpoint, digest: str, *, state: Path | None = None) 
     Raises:
         ConfigError: the state folder cannot be used.
     """
-    try:
-        unchanged = checkpoint.settled and checkpoint.stamp() == checkpoint.files
-    except CheckpointError:  # gone, which is a change too
-        unchanged = False
-    if not unchanged:
+    if not checkpoint.settled or not _is_as_seen(checkpoint):
         log.warning("the digest of %s is not kept: its files changed, or are too young to trust", checkpoint.path)
         return False
     folder = checkpoint.folder
-    index = folder.index_stamp
     record = _Record(
         root=folder.root,
         digest=digest,
         settings=_settings(folder),
-        index=None if index is None or index.unsettled_ns else index,
+        index=folder.index_stamp,
         files=checkpoint.files,
     )
     return _Memory(folder, state).keep(record)
@@ -241,6 +233,13 @@ def _read(path: Path) -> _Record | None:
     except (OSError, msgspec.MsgspecError) as error:
         log.warning("a remembered digest is not used: %s: %s", path, error)
         return None
+
+
+def _is_as_seen(checkpoint: Checkpoint) -> bool:
+    try:
+        return checkpoint.stamp() == checkpoint.files
+    except CheckpointError:  # a file is gone
+        return False
 
 
 def _is_unchanged(record: _Record, folder: Folder) -> bool:

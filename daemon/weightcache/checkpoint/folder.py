@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from weightcache.checkpoint.document import read_object
 from weightcache.checkpoint.refusal import reading, refusal
-from weightcache.checkpoint.stamp import Stamp, stamp_file
+from weightcache.checkpoint.stamp import Stamp, settle, stamp_file
 from weightcache.errors import CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
@@ -31,6 +31,7 @@ class Folder:
         root: where that leads; everything is read from here.
         revision: the commit of the hub snapshot that was opened, or None where the folder is not one.
         config: ``config.json``.
+        index_settled: whether a later write to the index is sure to show in its stamp.
     """
 
     def __init__(self, path: str, root: str, revision: str | None, config: dict[str, Any]) -> None:
@@ -38,6 +39,7 @@ class Folder:
         self.root = root
         self.revision = revision
         self.config = config
+        self.index_settled = True
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], revision: str | None = None) -> "Folder":
@@ -121,6 +123,7 @@ class Folder:
         """
         if self.index_name is None or self.index_stamp is None:
             return None
+        self.index_settled = settle([self.index_stamp])
         path = self.locate(self.index_name)
         mapping = read_object(path, "index_invalid").get("weight_map")
         if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):

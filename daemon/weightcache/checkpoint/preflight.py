@@ -3,14 +3,13 @@
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from weightcache.checkpoint.folder import Folder
 from weightcache.checkpoint.header import TensorInfo, read_header
 from weightcache.checkpoint.refusal import reading, refusal
-from weightcache.checkpoint.stamp import CLOCK_TICK_NS, Stamp, stamp_file, stamp_of, stamp_open
+from weightcache.checkpoint.stamp import Stamp, settle, stamp_file, stamp_of, stamp_open
 from weightcache.checkpoint.tied import Tie, find_tie
 from weightcache.errors import CheckpointError
 
@@ -31,6 +30,7 @@ class Checkpoint:
         config: ``config.json``.
         revision: the commit of the hub snapshot that was opened, or None.
         files: the stamps of the weight files, by name, from when their headers were read.
+        settled: whether a write since then is sure to show in the stamps of files and index.
         tensors: name to `TensorInfo`, in the order of files and positions.
         tie: head and embedding that share one tensor, or None.
         total_bytes: the size of all tensors.
@@ -42,6 +42,7 @@ class Checkpoint:
         self,
         folder: Folder,
         files: tuple[Stamp, ...],
+        settled: bool,
         tensors: dict[str, TensorInfo],
         tie: Tie | None,
         notes: tuple[str, ...],
@@ -51,6 +52,7 @@ class Checkpoint:
         self.config = folder.config
         self.revision = folder.revision
         self.files = files
+        self.settled = settled
         self.tensors = tensors
         self.tie = tie
         self.notes = notes
@@ -69,7 +71,8 @@ class Checkpoint:
             CheckpointError: with a reason from `weightcache.checkpoint.REASONS`.
         """
         folder = path if isinstance(path, Folder) else Folder.open(path, revision)
-        _await_settled(folder)
+        stamps = _find_shards(folder)
+        settled = folder.index_settled and settle(stamps)
         files: list[Stamp] = []
         holders: dict[str, list[TensorInfo]] = {}
         for name in folder.shards:
@@ -85,12 +88,7 @@ class Checkpoint:
         for note in notes:
             log.warning("%s", note)
         tie = find_tie(folder.config, tensors, lambda one, other: _equal(folder, one, other))
-        return cls(folder, tuple(files), tensors, tie, tuple(notes))
-
-    @property
-    def settled(self) -> bool:
-        """Whether a later write to any of the files is sure to show in their stamps."""
-        return not any(file.unsettled_ns for file in self.files)
+        return cls(folder, tuple(files), settled and files == stamps, tensors, tie, tuple(notes))
 
     def read(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Every tensor, in the order of `tensors`, read once into private memory; see `weightcache.checkpoint.reader`.
@@ -122,8 +120,8 @@ def _open_shard(folder: Folder, name: str) -> tuple[Stamp, dict[str, TensorInfo]
         os.close(descriptor)
 
 
-def _await_settled(folder: Folder) -> None:
-    """Find every weight file, then let the clock move on past the youngest.
+def _find_shards(folder: Folder) -> list[Stamp]:
+    """Find every weight file.
 
     Raises:
         CheckpointError: ``shard_missing``, ``link_dangling``, ``not_safetensors`` (no regular file) or ``unreadable``.
@@ -154,7 +152,7 @@ def _await_settled(folder: Folder) -> None:
         raise _missing(folder, missing + dangling)
     if dangling:
         raise _dangling(folder, dangling)
-    time.sleep(min(CLOCK_TICK_NS, max(stamp.unsettled_ns for stamp in stamps)) / 1e9)
+    return stamps
 
 
 def _missing(folder: Folder, names: list[str]) -> CheckpointError:

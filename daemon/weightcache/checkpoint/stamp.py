@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from weightcache.checkpoint.refusal import reading
@@ -30,12 +31,21 @@ class Stamp(NamedTuple):
 
     @property
     def unsettled_ns(self) -> int:
-        """How long this file may still be written without a trace; 0 once it is settled.
+        """How long from now the file may still be written without a trace; 0 once it is settled.
 
         A stamp from the future, which a file server with another clock gives, does not settle until then.
         """
         tick = CLOCK_TICK_NS if self.ctime_ns % _COARSE_TICK_NS else _COARSE_TICK_NS
         return max(0, self.ctime_ns + tick - time.time_ns())
+
+
+def settle(stamps: Sequence[Stamp]) -> bool:
+    """Wait, a tick at most, until files that are read from now on cannot change without changing these stamps.
+
+    Returns whether that is so: not on file systems with a coarse or another clock.
+    """
+    time.sleep(min(CLOCK_TICK_NS, max((stamp.unsettled_ns for stamp in stamps), default=0)) / 1e9)
+    return not any(stamp.unsettled_ns for stamp in stamps)
 
 
 def stamp_of(name: str, status: os.stat_result) -> Stamp:

@@ -90,7 +90,7 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _has_other_head(tensors: Mapping[str, TensorInfo], embedding: str) -> bool:
-    """Whether a head may be there under a name unknown here: called so, or as large as the embedding and in no layer."""
+    """Whether a head may be there under another name: called so, or as large as the embedding and in no layer."""
     for name, info in tensors.items():
         in_layer = any(part.isdigit() for part in name.split("."))
         if name != embedding and ("head" in name or (info.shape == tensors[embedding].shape and not in_layer)):
