@@ -13,6 +13,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 SYSTEM_PACKAGES := strace
 # With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
 CI ?= false
+# Threads of torch in many test processes would otherwise spin against each other.
+export OMP_WAIT_POLICY := passive
 
 help:
 	@echo "make demo [ARGS=...]          set everything up and show a recovery"

@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 78 (EX_CONFIG: trying again will not help) where settings, host or model files cannot work, and with 1
     where the weight cache was required and missed.
     """
+    # Read by OpenMP when torch is imported. Its threads otherwise spin while they wait for each other, and on cores that
+    # a standby or another engine shares, a token then takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     journal = Journal.from_environment()
     with journal.phase("spawn", began_ns=_process_start_ns()):
         pass  # it ended when the interpreter reached this line
@@ -61,8 +64,9 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
 
         from readmit.completions import CompletionsAPI
         from readmit.generation import Generator
-        from weightcache.integrations.transformers import from_pretrained
+        from weightcache.integrations.transformers import from_pretrained, import_architecture
 
+        import_architecture(folder)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with journal.phase("tokenizer_init"):

@@ -15,6 +15,8 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -117,13 +119,28 @@ def skeleton(folder: Folder, dtype: torch.dtype | str | None = None) -> Any:
     Raises:
         ConfigError: ``architecture`` or ``dtype``.
     """
-    try:
+    config = import_architecture(folder)
+    wanted = _dtype(dtype or config.dtype or torch.float32)
+    with _telling(folder), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
+
+
+def import_architecture(folder: Folder) -> Any:
+    """The model's configuration, once the modules that define the model are imported, which can take a second.
+
+    Raises:
+        ConfigError: ``architecture``.
+    """
+    with _telling(folder):
         config = AutoConfig.from_pretrained(folder.root, local_files_only=True)
-        wanted = _dtype(dtype or config.dtype or torch.float32)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
-    except WeightCacheError:
-        raise
+        AutoModelForCausalLM._model_mapping[type(config)]
+        return config
+
+
+@contextmanager
+def _telling(folder: Folder) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # a config is checked by trying to build it: every architecture fails in its own way
         raise ConfigError(
             "architecture",
