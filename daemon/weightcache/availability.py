@@ -69,10 +69,9 @@ class Availability:
             change: what that returned.
         """
         ended = None
-        for episode in change.closed:
-            assert episode.closed_ns is not None
+        if (episode := change.closed) is not None:
             state: State = "ready" if episode.outcome == "ready" else "unready"
-            ended = self._enter(episode.slot, state, episode.closed_ns) or ended
+            ended = self._enter(episode.slot, state, episode.end_ns())
         if change.opened is not None:
             ended = self._enter(change.opened.slot, "unready", change.opened.fault_ns) or ended
         elif event.slot in self.slots and self.slots[event.slot].state == "ready" and _is_engine_exit(event):

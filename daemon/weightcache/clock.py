@@ -7,8 +7,11 @@ Standard library only: the keeper imports this module.
 """
 
 import time
+from typing import Final
 
 from weightcache.journal import Event, boot_id, boottime_ns
+
+_STEP_NS: Final = 1_000_000_000
 
 
 class Clock:
@@ -16,6 +19,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._offsets: dict[str, int] = {}
+        self._step = 0
 
     def place(self, event: Event) -> int:
         """The time of an event."""
@@ -32,5 +36,11 @@ class Clock:
         return time.time_ns() if offset is None else boottime + offset
 
     def to_wall(self, at_ns: int) -> int:
-        """Unix time in nanoseconds of a time, by the wall clock as it is set now: what other machines compare with."""
-        return time.time_ns() - (self.now() - at_ns)
+        """Unix time in nanoseconds of a time, by the wall clock as it is set now: what other machines compare with.
+
+        The same time gives the same answer until the wall clock is stepped: if it trembled it would look like another.
+        """
+        step = time.time_ns() - self.now()
+        if abs(step - self._step) > _STEP_NS:
+            self._step = step
+        return at_ns + self._step

@@ -81,14 +81,13 @@ class Attempt:
                 results[lookup.rank] = lookup.result
         if not results:
             return "unknown"
-        ranks = {interval.rank or 0 for interval in self.phases if interval.name == "load_weights"} | set(results)
-        silent = ranks - set(results)
-        if silent and self.ended_ns is None:
-            return "unknown"  # some rank has yet to say
-        kinds = set(results.values()) | ({"miss"} if silent else set())
-        if len(kinds) == 1:
-            return kinds.pop()
-        return "partial" if "hit" in kinds else "miss"
+        ranks = {interval.rank or 0 for interval in self.phases if interval.name == "load_weights"}
+        kinds = set(results.values())
+        if len(kinds) > 1:
+            return "partial" if "hit" in kinds else "miss"
+        if "hit" in kinds and ranks - set(results):
+            return "unknown"  # some rank has yet to say, or died before it could
+        return kinds.pop()
 
     @property
     def miss(self) -> Lookup | None:
@@ -290,8 +289,8 @@ class Slot:
 class Change(NamedTuple):
     """What one event did to the episodes."""
 
-    opened: Episode | None
-    closed: list[Episode]
+    opened: Episode | None = None
+    closed: Episode | None = None
 
 
 class Replay:
@@ -308,6 +307,8 @@ class Replay:
         self.slots: dict[str, Slot] = {}
         self.position = 0
         """The id of the latest event fed."""
+        self.seen_ns = 0
+        """The time of the latest event."""
         self.started = 0
         self.closed = 0
         self._keep = keep
@@ -341,10 +342,11 @@ class Replay:
         return fed
 
     def feed(self, event: Event) -> Change:
-        """Take in one event; returns the episodes that it opened and closed."""
+        """Take in one event; returns the episode that it opened, and the one that it closed."""
         self.position = max(self.position, event.id)
         at_ns = self.clock.place(event)
-        change = Change(None, [])
+        self.seen_ns = max(self.seen_ns, at_ns)
+        change = Change()
         if event.slot is not None:
             slot = self.slots.setdefault(event.slot, Slot(event.slot))
             if event.kind == "slot_state" and at_ns >= slot.state_ns:
@@ -362,7 +364,7 @@ class Replay:
         if event.kind == "episode_close" and episode.is_open:
             episode.verified, episode.generation = event.attributes.get("verified"), event.attributes.get("generation")
             episode._closed_path = event.attributes.get("path")
-            change.closed.append(self._close(episode, event.name, at_ns))
+            return change._replace(closed=self._close(episode, event.name, at_ns))
         return change
 
     def _open(self, slot: Slot, event: Event, id_: str, at_ns: int) -> Change:
@@ -375,7 +377,7 @@ class Replay:
         if slot.last is not None and slot.last.closed_ns is not None:
             fault_ns = max(fault_ns, slot.last.closed_ns)  # the same moment is not lost twice
         # One slot has one open episode: whoever opened another one took the first for over.
-        closed = [self._close(slot.episode, "abandoned", fault_ns)] if slot.episode else []
+        closed = self._close(slot.episode, "abandoned", fault_ns) if slot.episode else None
         cause, clock = facts.get("cause") or event.name, facts.get("fault_clock", "exit")
         episode = Episode(id_, event.node, slot.name, cause, fault_ns, clock, facts.get("previous"))
         self.started += 1

@@ -147,13 +147,25 @@ class Journal:
             rows = self._connect().execute(f"{SELECT} {clause}", parameters).fetchall()
         return [Event.from_row(row) for row in rows]
 
+    def tally(self, kind: str, until: int) -> dict[str, int]:
+        """How many events of a kind bear each name, of those with an id of ``until`` or less.
+
+        Raises:
+            ConfigError, sqlite3.Error: as `query`.
+        """
+        if self.path is None or not self.path.exists():
+            return {}
+        count = "SELECT name, count(*) FROM events WHERE kind = ? AND id <= ? GROUP BY name"
+        with self._guard():
+            return dict(self._connect().execute(count, (kind, until)).fetchall())
+
     def last_id(self) -> int:
-        """The id of the newest event, 0 in an empty journal. Cheap enough to poll."""
+        """The highest id that an event ever had, 0 in a new journal. Cheap enough to poll."""
         if self.path is None or not self.path.exists():
             return 0
         with self._guard():
-            (last,) = self._connect().execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-        return int(last)
+            row = self._connect().execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+        return int(row[0]) if row else 0
 
     def merge_spools(self) -> int:
         """Move what processes spooled into the database; returns the number of events moved.

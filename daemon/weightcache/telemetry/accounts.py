@@ -1,0 +1,224 @@
+"""The running accounts: everything countable that a journal's events add up to, in constant space.
+
+Fed with the same events again they give the same numbers, so a counter never goes down when the daemon is restarted.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from weightcache.availability import Availability
+from weightcache.episodes import Change, Episode, Replay
+from weightcache.fingerprint import FIELDS
+from weightcache.journal import Event
+from weightcache.slo import OUTAGE_THRESHOLD_S, bounds_s
+from weightcache.telemetry.families import Counter, Histogram, Trace
+from weightcache.telemetry.worst import Worst
+from weightcache.vocabulary import (
+    CAUSES,
+    MISS_REASONS,
+    OUTCOMES,
+    PATHS,
+    PHASES,
+    QUANT_FAMILIES,
+    RESIDENCY_DETAILS,
+    RESOURCE_DETAILS,
+    UNATTRIBUTED,
+)
+
+DETAILS: Final[Mapping[str, tuple[str, ...]]] = {
+    "fingerprint": (*FIELDS, "unknown_field"),
+    "quant_not_allowed": QUANT_FAMILIES,
+    "residency_lost": RESIDENCY_DETAILS,
+    "resource": RESOURCE_DETAILS,
+}
+"""The closed list of details of each reason that has one; where it is not known the detail is empty."""
+
+PROCESSES: Final = ("daemon", "keeper", "engine", "gate", "other")
+
+_LOAD_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1800)
+
+
+class Accounts:
+    """Counters, histograms and worst recoveries of one node.
+
+    Args:
+        thresholds_s: promised seconds of a recovery, by path.
+    """
+
+    def __init__(self, thresholds_s: Mapping[str, float]) -> None:
+        self._thresholds_s = thresholds_s
+        reasons = [(reason, detail) for reason in MISS_REASONS for detail in ("", *DETAILS.get(reason, ()))]
+        self.lookups = Counter(
+            "weightcache_lookups_total",
+            "Attaches that tried to map resident weights, one per rank. Hit rate = hits over both.",
+            ["result"],
+            [("hit",), ("miss",)],
+        )
+        self.misses = Counter(
+            "weightcache_misses_total", "Failed attaches by reason, one per rank.", ["reason", "detail"], reasons
+        )
+        self.publishes = Counter(
+            "weightcache_publishes_total",
+            "Generations published, and loads whose publishing failed.",
+            ["result"],
+            [("published",), ("failed",)],
+        )
+        self.releases = Counter(
+            "weightcache_releases_total",
+            "Generations that left memory, by how.",
+            ["how"],
+            [(how,) for how in ("released", "evicted", "replaced", "lost")],
+        )
+        self.quarantines = Counter("weightcache_quarantines_total", "Generations put into quarantine.")
+        self.daemon_starts = Counter(
+            "weightcache_daemon_starts_total",
+            "Starts of the daemon: empty, or with weights adopted from its predecessor.",
+            ["how"],
+            [("started",), ("readopted",)],
+        )
+        self.started = Counter(
+            "readmit_recoveries_started_total",
+            "Episodes opened, by cause. Minus readmit_recoveries_total: those open now.",
+            ["cause"],
+            [(cause,) for cause in CAUSES],
+        )
+        self.recoveries = Counter(
+            "readmit_recoveries_total",
+            "Episodes closed, by how they got their weights and how they ended.",
+            ["path", "outcome"],
+            [(path, outcome) for path in PATHS for outcome in OUTCOMES],
+        )
+        self.late = Counter(
+            "readmit_recoveries_late_total",
+            "Episodes closed later than readmit_slo_threshold_seconds of their path, or without becoming ready.",
+            ["path"],
+            [(path,) for path in PATHS],
+        )
+        self.unverified = Counter(
+            "readmit_recoveries_unverified_total",
+            "Episodes closed as ready although no answer was checked: no gate, or a gate without probes.",
+        )
+        self.cold_starts = Counter(
+            "readmit_cold_starts_total",
+            "Recoveries that missed, by the reason of their lowest failing rank; each counts once.",
+            ["reason", "detail"],
+            reasons,
+        )
+        self.attempts_started = Counter("readmit_attempts_started_total", "Engine processes started.")
+        self.attempts = Counter(
+            "readmit_attempts_total",
+            "Attempts of closed episodes, by how they ended.",
+            ["outcome"],
+            [(outcome,) for outcome in OUTCOMES],
+        )
+        self.phase_seconds = Counter(
+            "readmit_recovery_phase_seconds_total",
+            "Seconds of closed episodes in each phase along the slowest rank. All phases of a path add up to its time.",
+            ["path", "phase"],
+            [(path, phase) for path in PATHS for phase in (*PHASES, UNATTRIBUTED)],
+        )
+        self.process_exits = Counter(
+            "readmit_process_exits_total", "Processes seen to end.", ["process"], [(name,) for name in PROCESSES]
+        )
+        self.probes = Counter(
+            "readmit_probes_total",
+            "Known answers asked for.",
+            ["result"],
+            [(result,) for result in ("correct", "wrong", "late", "error")],
+        )
+        self.readiness = Histogram(
+            "readmit_time_to_semantic_readiness_seconds",
+            "From the fault to the first correct answer, by path. Only recoveries whose answers were checked.",
+            "path",
+            PATHS,
+            bounds_s(thresholds_s.values()),
+        )
+        self.load = Histogram(
+            "weightcache_load_seconds",
+            "Seconds in load_weights along the slowest rank of a closed episode, by path.",
+            "path",
+            [path for path in PATHS if path != "unknown"],
+            _LOAD_BOUNDS_S,
+        )
+        self.outages = Histogram(
+            "readmit_service_outage_seconds",
+            "Times in which no slot of the node was ready.",
+            None,
+            (),
+            bounds_s([OUTAGE_THRESHOLD_S]),
+        )
+        self.worst = {path: Worst() for path in PATHS}
+        self.availability = Availability()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family."""
+        for family in vars(self).values():
+            if isinstance(family, Counter | Histogram):
+                yield family.collect()
+
+    def feed(self, event: Event, replay: Replay, change: Change) -> None:
+        """Take in an event after the replay did.
+
+        Args:
+            event: the event.
+            replay: the replay that was fed with it.
+            change: what that returned.
+        """
+        if change.opened is not None:
+            self.started.step(change.opened.cause)
+        if change.closed is not None:
+            self._close(change.closed, replay)
+        if outage := self.availability.feed(event, replay, change):
+            assert outage.end_ns is not None
+            self.outages.observe(value=(outage.end_ns - outage.begin_ns) / 1e9)
+        match event.kind, event.name:
+            case "lookup", ("hit" | "miss") as result:
+                self.lookups.step(result)
+                if result == "miss":
+                    self.misses.step(*_member(event.attributes.get("reason"), event.attributes.get("detail")))
+            case "publish", ("published" | "failed") as result:
+                self.publishes.step(result)
+            case "release", how:
+                self.releases.step(how)
+            case "quarantine", "set":
+                self.quarantines.step()
+            case "attempt_start", _:
+                self.attempts_started.step()
+            case "probe", result:
+                self.probes.step(result)
+            case "process", "exited":
+                process = event.attributes.get("process")
+                self.process_exits.step(process if process in PROCESSES else "other")
+            case "process", ("started" | "readopted") as how if event.attributes.get("process") == "daemon":
+                self.daemon_starts.step(how)
+
+    def _close(self, episode: Episode, replay: Replay) -> None:
+        assert episode.outcome is not None
+        assert episode.closed_ns is not None
+        path, ready = episode.path, episode.outcome == "ready"
+        trace = Trace(episode.id, replay.clock.to_wall(episode.closed_ns) / 1e9)
+        self.recoveries.step(path, episode.outcome, trace=trace)
+        if not ready or episode.total_s > self._thresholds_s[path]:
+            self.late.step(path)
+        if ready and episode.verified:
+            self.readiness.observe(path, value=episode.total_s, trace=trace)
+        elif ready:
+            self.unverified.step()
+        if episode.reason is not None:
+            self.cold_starts.step(*_member(episode.reason, episode.detail), trace=trace)
+        for attempt in episode.attempts:
+            assert attempt.outcome is not None
+            self.attempts.step(attempt.outcome)
+        phases = episode.phases_s()
+        for phase, seconds in phases.items():
+            self.phase_seconds.step(path, phase, by=seconds)
+        if "load_weights" in phases and path != "unknown":
+            self.load.observe(path, value=phases["load_weights"], trace=trace)
+        self.worst[path].add(episode.closed_ns, episode.total_s)
+
+
+def _member(reason: str | None, detail: str | None) -> tuple[str, str]:
+    """The closed list's words for a reason and its detail; a detail it does not know becomes the empty one."""
+    return reason or "", detail if detail and detail in DETAILS.get(reason or "", ()) else ""
