@@ -50,6 +50,7 @@ def attach(
     detach: bool = False,
     progress: Progress | None = None,
     origin: str | None = None,
+    barred: CacheMiss | None = None,
 ) -> Outcome:
     """Give a model its weights.
 
@@ -71,6 +72,7 @@ def attach(
         detach: let a daemon started here outlive this process.
         progress: told about the load this waits for.
         origin: where the bytes come from, shown to operators; the config's model path if None.
+        barred: a miss that is known beforehand (weights that may not be shared); the policy for its reason applies.
 
     Returns:
         What happened. The lease lives as long as the model does.
@@ -93,7 +95,8 @@ def attach(
     )
     if mode == "off":
         return attachment.load_privately(load)
-    return _Recovery(attachment, load, load_bytes, policies, wait_s, progress, origin).run(load_command, detach)
+    recovery = _Recovery(attachment, load, load_bytes, policies, wait_s, progress, origin)
+    return recovery.run(load_command, detach, barred)
 
 
 class _Recovery:
@@ -118,9 +121,11 @@ class _Recovery:
         self.progress = progress
         self.origin = origin or attachment.config.model_path
 
-    def run(self, load_command: Sequence[str] | None, detach: bool) -> Outcome:
+    def run(self, load_command: Sequence[str] | None, detach: bool, barred: CacheMiss | None) -> Outcome:
         try:
             try:
+                if barred is not None:
+                    raise barred
                 if self.outcome.mode == "daemon":
                     ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
                 self._require_export()

@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
             mode=arguments.weight_cache,
             socket=arguments.socket,
             dtype=arguments.dtype,
+            device=arguments.device,
             journal=journal,
         )
     print(f"readmit engine: {_told(outcome)}", file=sys.stderr)
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="TCP port, 0 for a free one (default: %(default)s)")
     parser.add_argument("--served-model-name", help="the model's name in the API (default: the folder's name)")
     parser.add_argument("--dtype", help="torch dtype of the weights, such as bfloat16 (default: the checkpoint's own)")
+    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0 (default: %(default)s)")
     parser.add_argument(
         "--weight-cache",
         choices=MODES,

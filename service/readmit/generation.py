@@ -78,10 +78,10 @@ class Generator:
         source = torch.Generator()
         source.manual_seed(sampling.seed) if sampling.seed is not None else source.seed()
         cache = DynamicCache(config=self.model.config)
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.model.device)
         for number in range(1, sampling.max_tokens + 1):
             output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-            logits = output.logits[0, -1].float()
+            logits = output.logits[0, -1].float().cpu()
             token = _choose(logits, sampling, source)
             ended = token in self._ends
             piece = "" if ended else text.push(token)
@@ -93,7 +93,7 @@ class Generator:
             yield Step(token, piece, logprob, top, finish)
             if finish:
                 return
-            ids = torch.tensor([[token]])
+            ids = torch.tensor([[token]], device=self.model.device)
 
     def _logprobs(
         self, logits: torch.Tensor, token: int, alternatives: int | None

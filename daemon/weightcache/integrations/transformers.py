@@ -27,10 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from weightcache.attachment import Outcome, Progress
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
-from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
+from weightcache.errors import CheckpointError, ConfigError, UnsupportedQuantForIPCError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
 from weightcache.identity import digest_of, prove
 from weightcache.journal import Journal
+from weightcache.quantization import UNQUANTIZED
+from weightcache.quantization import of as quantization_of
 
 ENGINE: Final = "transformers"
 LAYOUT: Final = f"transformers-{transformers.__version__}"
@@ -45,16 +47,20 @@ def from_pretrained(
     mode: str = "off",
     socket: Path | None = None,
     dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
     journal: Journal | None = None,
     **options: Any,
 ) -> tuple[Any, Outcome]:
-    """A causal language model on the CPU, in eval mode and without gradients, and how it got its weights.
+    """A causal language model in eval mode and without gradients, and how it got its weights.
+
+    A quantised checkpoint is never shared: its quantiser replaces modules as it loads, which a skeleton does not show.
 
     Args:
         path: the folder of a checkpoint, or what else `weightcache.checkpoint.Folder.open` understands.
         mode: ``client``, ``daemon`` or ``off``; see `weightcache.client.attach`.
         socket: the daemon's socket; `weightcache.paths.socket_path` if None.
         dtype: of the weights; the checkpoint's own if None.
+        device: ``cpu`` or a CUDA device.
         journal: where the parts of ``load_weights`` go; the environment's if None.
         options: further arguments of `weightcache.client.attach`.
 
@@ -67,25 +73,28 @@ def from_pretrained(
     folder = path if isinstance(path, Folder) else Folder.open(path)
     with journal.phase("load_weights.skeleton"):
         model = skeleton(folder, dtype)
+    place = torch.device(device)
     digest = None
     if mode != "off":
         with journal.phase("load_weights.match"):
             digest = digest_of(folder).digest or prove(Checkpoint.open(folder))
 
     def load(progress: Progress) -> None:
-        loaded = _load(folder, model, digest, journal, progress)
+        loaded = _load(folder, model, digest, journal, progress).to(place)
         model.__dict__.clear()  # the skeleton becomes what transformers built: its submodules, buffers and attributes
         model.__dict__.update(loaded.__dict__)
 
     outcome = attach(
         model,
-        cache_config(folder, model, digest),
+        cache_config(folder, model, digest, place),
         mode=mode,
         load=load,
         load_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        load_command=[sys.executable, "-m", __name__, folder.path, "--dtype", _name(model.dtype)],
+        load_command=[sys.executable, "-m", __name__, folder.path, f"--dtype={_name(model.dtype)}", f"--device={place}"],
         socket=socket,
         journal=journal,
+        device=place.index if place.type == "cuda" else None,
+        barred=_barred(folder),
         **options,
     )
     if os.path.exists(folder.locate("generation_config.json")):
@@ -93,23 +102,51 @@ def from_pretrained(
     return model.eval().requires_grad_(False), outcome
 
 
-def cache_config(folder: Folder, model: Any, digest: str | None) -> CacheConfig:
+def cache_config(folder: Folder, model: Any, digest: str | None, device: torch.device) -> CacheConfig:
     """The identity of a model's weights as transformers lays them out.
 
     Args:
         folder: of the checkpoint.
         model: its skeleton.
         digest: the content of the checkpoint, without which nothing matches.
+        device: where the weights will be.
     """
+    quantization = quantization_of(folder)
     return CacheConfig(
         model_path=folder.path,
         model_arch=type(model).__name__,
         revision=folder.revision,
         checkpoint_digest=digest,
+        quant_method=quantization.method,
+        quant_config_hash=quantization.config_hash,
         dtype=_name(model.dtype),
+        device_capability=_capability(device),
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
+    )
+
+
+def _capability(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _barred(folder: Folder) -> UnsupportedQuantForIPCError | None:
+    quantization = quantization_of(folder)
+    try:
+        quantization.check_allowed()
+    except UnsupportedQuantForIPCError as refused:
+        return refused
+    if quantization.method == UNQUANTIZED:
+        return None
+    return UnsupportedQuantForIPCError(
+        "transformers builds the modules of a quantised model only as it loads them",
+        detail="other",
+        expected="unquantised weights",
+        found=quantization.method,
     )
 
 
@@ -141,7 +178,7 @@ def import_architecture(folder: Folder) -> Any:
 def _telling(folder: Folder) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # a config is checked by trying to build it: every architecture fails in its own way
+    except Exception as error:  # the only check is to try, and every architecture and quantiser fails in its own way
         raise ConfigError(
             "architecture",
             f"transformers {transformers.__version__} cannot build the model in {folder.path}",
@@ -191,7 +228,7 @@ def _load(folder: Folder, like: Any, digest: str | None, journal: Journal, progr
             remedy="Do not write to a checkpoint in use; start again",
             path=checkpoint.path,
         )
-    with journal.phase("load_weights.process"):
+    with journal.phase("load_weights.process"), _telling(folder):
         model, report = type(like).from_pretrained(
             None,
             config=like.config,
@@ -236,10 +273,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Load a model into the weight cache and exit.")
     parser.add_argument("model")
     parser.add_argument("--dtype")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--socket", type=Path)
     arguments = parser.parse_args()
+    options = {"socket": arguments.socket, "dtype": arguments.dtype, "device": arguments.device}
     try:
-        _, outcome = from_pretrained(arguments.model, mode="client", socket=arguments.socket, dtype=arguments.dtype)
+        _, outcome = from_pretrained(arguments.model, mode="client", **options)
     except WeightCacheError as error:
         sys.exit(str(error))
     if outcome.generation is None:
