@@ -75,9 +75,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def key(self) -> str:
         """A short name for this identity: equal for equal meaning, over processes and hash seeds."""
-        fields = self.to_dict()
-        if self.checkpoint_digest is not None:
-            del fields["model_path"]
+        path = normalize_path(self.model_path) if self.checkpoint_digest is None else None
+        fields = {**self.to_dict(), "model_path": path}
         return stable_hash(fields)[:16]
 
     def to_dict(self) -> dict[str, Value]:

@@ -25,7 +25,7 @@ def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
         CheckpointError: ``duplicate_tensor`` for a doubled key, otherwise `reason`.
     """
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=_unique)
+        found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except _DoubledKeyError as error:
         raise refusal(
             "duplicate_tensor",
@@ -60,6 +60,10 @@ def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
 class _DoubledKeyError(Exception):
     def __init__(self, key: str) -> None:
         self.key = key
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # Python writes and reads NaN and Infinity, others do not
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
