@@ -13,7 +13,7 @@ from torch import nn
 
 from weightcache import messages
 from weightcache.arena import MappedArena, kinds
-from weightcache.binding import Binding, require_no_meta
+from weightcache.binding import Binding, garbage_collection_off, require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ImportRejected, ProtocolError
 from weightcache.fingerprint import CacheConfig
 from weightcache.journal import Journal
@@ -119,7 +119,8 @@ class Attachment:
         with self.part("match"):
             generation, descriptors = _ask_for(connection, self.config, wait_s, progress)
         try:
-            self._bind(generation, descriptors)
+            with garbage_collection_off():
+                self._bind(generation, descriptors)
         except ImportRejected as rejected:
             if rejected.reason in QUARANTINES:
                 self.quarantine(generation, rejected)

@@ -7,6 +7,7 @@ was. Parameters become read-only views of the arena; buffers become private copi
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from weightcache.manifest import KINDS, Manifest
 _PARAMETER: Final = KINDS.index("parameter")
 _LISTED: Final = 10
 """Mismatches that an error lists by name; more would hide the first."""
-_MODULE_FIELDS: Final = frozenset(nn.Module().__dict__) - {"training"}
+_MODULE_FIELDS: Final = frozenset(nn.Module().__dict__)
 """What every module carries; tensors elsewhere in a module's attributes are the model's own."""
 
 
@@ -33,8 +34,29 @@ class Place(NamedTuple):
     is_parameter: bool
 
 
-def places(model: nn.Module) -> Iterator[Place]:
-    """Every parameter and buffer of a model under every name it has, each module visited once."""
+class Stray(NamedTuple):
+    """A tensor that hangs elsewhere: a plain attribute of a module, or in a container or helper object below one."""
+
+    name: str
+    holder: Any
+    key: Any
+    tensor: torch.Tensor
+
+
+class Walk(NamedTuple):
+    """What one walk over a model finds: parameters and buffers under every name they have, strays, modules."""
+
+    places: list[Place]
+    strays: list[Stray]
+    modules: list[nn.Module]
+
+
+def walk(model: nn.Module) -> Walk:
+    """Visit each module of a model once."""
+    places: list[Place] = []
+    strays: list[Stray] = []
+    modules: list[nn.Module] = []
+    followed: set[int] = set()
     seen: set[int] = set()
     stack: list[tuple[str, nn.Module]] = [("", model)]
     while stack:
@@ -42,15 +64,33 @@ def places(model: nn.Module) -> Iterator[Place]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield Place(prefix + key, module, module._parameters, key, parameter, True)
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                yield Place(prefix + key, module, module._buffers, key, buffer, False)
-        for key, child in reversed(module._modules.items()):
+        modules.append(module)
+        own = module.__dict__
+        for field, is_parameter in (("_parameters", True), ("_buffers", False)):
+            holder = own[field]
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    places.append(Place(prefix + key, module, holder, key, tensor, is_parameter))
+        if len(own) > len(_MODULE_FIELDS):  # most modules carry nothing of their own, and there may be 30,000
+            _follow(prefix, own, strays, followed)
+        for key, child in reversed(own["_modules"].items()):
             if child is not None:
                 stack.append((f"{prefix}{key}.", child))
+    return Walk(places, strays, modules)
+
+
+def _follow(prefix: str, own: dict[str, Any], strays: list[Stray], followed: set[int]) -> None:
+    """Add the strays below a module's attributes, through containers and plain objects."""
+    stack: list[tuple[str, Any, Any, Any]] = [
+        (prefix + key, own, key, value) for key, value in own.items() if key not in _MODULE_FIELDS
+    ]
+    while stack:
+        name, holder, key, value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            strays.append(Stray(name, holder, key, value))
+        elif not isinstance(value, _LEAVES) and id(value) not in followed:
+            followed.add(id(value))
+            stack.extend((f"{name}.{inner}", container, inner, item) for container, inner, item in _items(value))
 
 
 class Binding:
@@ -67,54 +107,55 @@ class Binding:
     """
 
     def __init__(self, model: nn.Module, manifest: Manifest, tensors: list[torch.Tensor]) -> None:
-        self._model = model
         self._tensors = tensors
         self._parameters: list[tuple[Place, int]] = []
         self._buffers: list[tuple[Place, int]] = []
+        found, self._strays, self._modules = walk(model)
         rows = {name: row for row, name in enumerate(manifest.names)}
         rows.update(manifest.aliases)
-        missing = len(rows)
+        dtypes = [getattr(torch, name) for name in manifest.dtypes]
+        codes, shapes, kinds = manifest.dtype, manifest.shapes, manifest.kinds
         wrong: list[str] = []
         homeless: list[str] = []
-        for place in places(model):
-            row = rows.get(place.name)
+        for place in found:
+            name, _, _, _, ours, is_parameter = place
+            row = rows.get(name)
             if row is None:
-                if place.tensor.is_meta:
-                    (wrong if place.is_parameter else homeless).append(f"{place.name} is not in the cache")
+                if ours.is_meta:
+                    (wrong if is_parameter else homeless).append(f"{name} is not in the cache")
                 continue
-            missing -= 1
-            theirs, ours = tensors[row], place.tensor
-            if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-                expected = f"{ours.dtype} {tuple(ours.shape)}"
-                wrong.append(f"{place.name}: expected {expected}, found {theirs.dtype} {tuple(theirs.shape)}")
-            elif place.is_parameter != (manifest.kinds[row] == _PARAMETER):
-                wrong.append(f"{place.name} is a {KINDS[manifest.kinds[row]]} in the cache")
-            (self._parameters if place.is_parameter else self._buffers).append((place, row))
-        if missing:
-            have = {place.name for place, _ in self._parameters + self._buffers}
+            if ours.shape != shapes[row] or ours.dtype != dtypes[codes[row]]:
+                theirs = f"{dtypes[codes[row]]} {shapes[row]}"
+                wrong.append(f"{name}: expected {ours.dtype} {tuple(ours.shape)}, found {theirs}")
+            elif is_parameter != (kinds[row] == _PARAMETER):
+                wrong.append(f"{name} is a {KINDS[kinds[row]]} in the cache")
+            (self._parameters if is_parameter else self._buffers).append((place, row))
+        if len(self._parameters) + len(self._buffers) != len(rows):
+            have = {place.name for place in found}
             wrong += [f"{name} is in the cache and not in the model" for name in rows if name not in have]
         if wrong:
             raise _rejected("import_mismatch", "the resident tensors do not fit the model", wrong)
-        planned = {id(place.tensor) for place, _ in self._parameters + self._buffers}
-        homeless += [name for name, tensor in stray_tensors(model) if tensor.is_meta and id(tensor) not in planned]
+        if self._strays:
+            planned = {id(place.tensor) for place, _ in self._parameters + self._buffers}
+            homeless += [
+                stray.name for stray in self._strays if stray.tensor.is_meta and id(stray.tensor) not in planned
+            ]
         if homeless:
             raise _rejected("state_unrestorable", "the model holds state that the cache cannot restore", homeless)
 
     def place_parameters(self) -> int:
         """Bind every parameter, aliases to one object; returns how many names were bound."""
+        tensors = self._tensors
         make, parameter_type = torch.Tensor._make_subclass, nn.Parameter
         made: dict[int, torch.Tensor] = {}
-        with _garbage_collection_off():  # collecting in the middle walks every object made here, several times over
-            for place, row in self._parameters:
-                tensor = made.get(row)
-                if tensor is None:
-                    if type(place.tensor) is parameter_type:
-                        tensor = make(parameter_type, self._tensors[row], False)
-                    else:  # an engine's own kind of parameter keeps its class and what hangs on it
-                        tensor = make(type(place.tensor), self._tensors[row], False)
-                        tensor.__dict__.update(place.tensor.__dict__)
-                    made[row] = tensor
-                place.holder[place.key] = tensor
+        for (_, _, holder, key, ours, _), row in self._parameters:
+            tensor = made.get(row)
+            if tensor is None:
+                tensor = make(type(ours), tensors[row], False)
+                if type(ours) is not parameter_type:  # an engine's own kind of parameter keeps what hangs on it
+                    tensor.__dict__.update(ours.__dict__)
+                made[row] = tensor
+            holder[key] = tensor
         return len(self._parameters)
 
     def place_buffers(self) -> int:
@@ -124,43 +165,14 @@ class Binding:
             if row not in made:
                 made[row] = self._tensors[row].clone()
             place.holder[place.key] = made[row]
-        successors = {id(place.tensor): place.holder[place.key] for place, _ in self._parameters + self._buffers}
-        for holder, key, tensor in _attribute_tensors(self._model):
-            if id(tensor) in successors:
-                holder[key] = successors[id(tensor)]
-        self._model.eval()
+        if self._strays:
+            successors = {id(place.tensor): place.holder[place.key] for place, _ in self._parameters + self._buffers}
+            for stray in self._strays:
+                if id(stray.tensor) in successors:
+                    stray.holder[stray.key] = successors[id(stray.tensor)]
+        for module in self._modules:
+            module.__dict__["training"] = False  # what eval() does, without nn.Module's slow __setattr__
         return len(self._buffers)
-
-
-def stray_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors reachable through a model's plain attributes, helper objects and containers, with a name for each."""
-    names = {id(module.__dict__): name for name, module in model.named_modules()}
-    return [(f"{names.get(id(holder), '?')}.{key}", tensor) for holder, key, tensor in _attribute_tensors(model)]
-
-
-def _attribute_tensors(model: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Each (container, key, tensor) below the attributes of every module, containers and plain objects followed."""
-    seen: set[int] = set()
-    stack: list[Any] = []
-    for module in model.modules():
-        own = module.__dict__
-        seen.add(id(own))
-        for key in own.keys() - _MODULE_FIELDS:
-            value = own[key]
-            if isinstance(value, torch.Tensor):
-                yield own, key, value
-            elif not isinstance(value, _LEAVES):
-                stack.append(value)
-    while stack:
-        value = stack.pop()
-        if id(value) in seen or isinstance(value, _LEAVES):
-            continue
-        seen.add(id(value))
-        for holder, key, item in _items(value):
-            if isinstance(item, torch.Tensor):
-                yield holder, key, item
-            elif not isinstance(item, _LEAVES):
-                stack.append(item)
 
 
 _LEAVES: Final = (
@@ -175,22 +187,22 @@ _LEAVES: Final = (
     torch.dtype,
     torch.device,
     torch.Size,
-    type(gc),
-    type(lambda: None),
-    type(len),
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
 )
 """What holds no tensors, or (a module) is walked on its own."""
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
     if isinstance(value, dict):
-        yield from ((value, key, item) for key, item in list(value.items()))
+        yield from ((value, key, item) for key, item in value.items())
     elif isinstance(value, list | tuple):
         yield from ((value, index, item) for index, item in enumerate(value))
     else:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            yield from ((own, key, item) for key, item in list(own.items()))
+            yield from ((own, key, item) for key, item in own.items())
 
 
 def require_no_meta(model: nn.Module) -> None:
@@ -199,8 +211,8 @@ def require_no_meta(model: nn.Module) -> None:
     Raises:
         ImportRejected: ``state_unrestorable``, naming what is.
     """
-    left = [place.name for place in places(model) if place.tensor.is_meta]
-    left += [name for name, tensor in stray_tensors(model) if tensor.is_meta]
+    places, strays, _ = walk(model)
+    left = [item.name for item in (*places, *strays) if item.tensor.is_meta]
     if left:
         raise _rejected("state_unrestorable", "the model was left without values", left)
 
@@ -216,7 +228,8 @@ def _rejected(reason: str, message: str, items: list[str]) -> ImportRejected:
 
 
 @contextmanager
-def _garbage_collection_off() -> Iterator[None]:
+def garbage_collection_off() -> Iterator[None]:
+    """No collection inside the block: it would walk every object made there, several times over."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightcache.arena import ALIGNMENT, align
-from weightcache.binding import Place, places
+from weightcache.binding import Place, walk
 from weightcache.manifest import KINDS
 
 
@@ -58,7 +58,7 @@ def of(model: nn.Module) -> Layout:
     found: list[Place] = []
     first: dict[int, int] = {}
     aliases: dict[str, int] = {}
-    for place in places(model):
+    for place in walk(model).places:
         if id(place.tensor) in first:
             aliases[place.name] = first[id(place.tensor)]
         else:

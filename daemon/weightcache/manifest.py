@@ -6,9 +6,9 @@ proves its manifest. No torch here: the daemon validates manifests too.
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Iterator
+from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -192,6 +192,13 @@ def validate(manifest: Manifest) -> None:
     _check_overlap(manifest, list(_extents(manifest)))
 
 
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a strided tensor, both included; 0 for an empty one."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+
+
 def _extents(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
     """Each row's first byte, end and number, after checking the row itself."""
     size = manifest.size
@@ -206,20 +213,15 @@ def _extents(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
         if shape and min(shape) < 0:
             raise _broken(manifest, row, f"negative shape {shape}")
         item = items[code]
-        if stride is None:
-            span = math.prod(shape)
-        elif len(stride) != len(shape) or (stride and min(stride) < 0):
+        if stride is not None and (len(stride) != len(shape) or (stride and min(stride) < 0)):
             raise _broken(manifest, row, f"stride {stride} for shape {shape}")
-        elif 0 in shape:
-            span = 0
-        else:
-            span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-        end = offset + span * item
+        count = prod(shape) if stride is None else span(shape, stride)
+        end = offset + count * item
         if offset < 0 or end > size:
             raise _broken(manifest, row, f"bytes {offset} to {end} outside an arena of {size}")
         if offset % item:
             raise _broken(manifest, row, f"offset {offset} not a multiple of its {item}-byte elements")
-        if span:
+        if count:
             yield offset, end, row
 
 

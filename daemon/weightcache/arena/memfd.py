@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from weightcache import memory
 from weightcache.arena.seals import SEALS, require_sealed
 from weightcache.digest import tensor_digest, tensor_memory
 from weightcache.errors import ResourceError
-from weightcache.manifest import Manifest
+from weightcache.manifest import Manifest, span
 
 _STEP = 256 << 20
 _HEADROOM = 64 << 20
@@ -111,18 +112,15 @@ class MemfdMapping:
         # One storage a tensor: with one for all, `torch.save` of a single module would write the whole arena.
         memory_, frombuffer, empty = self._memory, torch.frombuffer, torch.empty
         dtypes = [getattr(torch, name) for name in manifest.dtypes]
-        sizes = [dtype.itemsize for dtype in dtypes]
         tensors = []
         rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
         for code, shape, stride, offset in rows:
             dtype = dtypes[code]
-            count = _span(shape, stride)
+            count = prod(shape) if stride is None else span(shape, stride)
             if count == 0:
                 tensors.append(empty(shape, dtype=dtype))
                 continue
-            assert memory_ is not None
-            if offset + count * sizes[code] > self._size:
-                raise AssertionError("a manifest must be validated before its tensors are built")
+            # frombuffer itself refuses to reach past the mapping
             flat = frombuffer(memory_, dtype=dtype, count=count, offset=offset)
             tensors.append(flat.view(shape) if stride is None else flat.as_strided(shape, stride))
         return tensors
@@ -148,18 +146,6 @@ def _map_private(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
     mapped: Any = type("Mapped", (ctypes.c_char * size,), {"__del__": unmap})
     region: ctypes.Array[ctypes.c_char] = mapped.from_address(address)
     return region
-
-
-def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
-    """Elements from the first to the last of a strided tensor, 0 for an empty one."""
-    if stride is None:
-        count = 1
-        for length in shape:
-            count *= length
-        return count
-    if 0 in shape:
-        return 0
-    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
 def _require_memory(size: int) -> None:
