@@ -212,7 +212,8 @@ def require_no_meta(model: nn.Module) -> None:
         ImportRejected: ``state_unrestorable``, naming what is.
     """
     places, strays, _ = walk(model)
-    left = [item.name for item in (*places, *strays) if item.tensor.is_meta]
+    left = [place.name for place in places if place.tensor.is_meta]
+    left += [stray.name for stray in strays if stray.tensor.is_meta]
     if left:
         raise _rejected("state_unrestorable", "the model was left without values", left)
 

@@ -1,0 +1,206 @@
+"""``readmit cache``: the weight cache daemon, and what it holds."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from readmit.commands.checkpoint import fingerprint, preflight
+from weightcache import messages, paths
+from weightcache.journal import Context
+from weightcache.protocol import Connection
+from weightcache.version import VERSION
+
+app = typer.Typer(no_args_is_help=True, help="The weight cache daemon, and what it holds.")
+app.command()(preflight)
+app.command()(fingerprint)
+
+Socket = Annotated[Path | None, typer.Option("--socket", help="The daemon's socket (default: the runtime folder's).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def serve(context: typer.Context) -> None:
+    """Run the weight cache daemon in the foreground (its options: readmit cache serve --help)."""
+    # A process of its own: the daemon stays small because it never imports what this command line needs.
+    os.execv(sys.executable, [sys.executable, "-m", "weightcache.daemon", *context.args])
+
+
+@app.command()
+def status(socket: Socket = None, as_json: Json = False) -> None:
+    """What is resident, who uses it, what is loading, and what was lost."""
+    facts = _ask(socket, messages.Status())
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    limit = f" of {_mib(facts['capacity'])}" if facts["capacity"] else ""
+    keeper = "descriptors kept by a keeper" if facts["keeper"] else "no keeper: weights end with daemon and engines"
+    console.print(
+        f"daemon pid {facts['pid']} at {facts['socket']}, up {facts['uptime_s']:.0f} s, {facts['rss_mib']} MiB itself; "
+        f"{_mib(facts['resident_bytes'])}{limit} resident; {keeper}"
+    )
+    console.print(_generations(facts["generations"]))
+    for claim in facts["claims"]:
+        done = f"{_mib(claim['done'])} of {_mib(claim['total'])}"
+        console.print(f"pid {claim['pid']} is loading {claim['config']['model_path']}: {done}, {claim['elapsed_s']} s")
+    for loss in facts["losses"]:
+        console.print(f"generation {loss['generation']} was lost: {loss['detail']}")
+    if facts["journal"]["spool_bytes"] or facts["journal"]["lost"]:
+        console.print(f"the journal is degraded: {facts['journal']}")
+
+
+@app.command()
+def release(
+    generation: Annotated[str | None, typer.Argument(help="A generation, or the start of its name.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Release all of them.")] = False,
+    force: Annotated[bool, typer.Option(help="Also what engines use; its memory returns when they end.")] = False,
+    socket: Socket = None,
+    as_json: Json = False,
+) -> None:
+    """Give resident weights up."""
+    if (generation is None) != everything:
+        raise typer.BadParameter("name a generation, or give --all")
+    name = None if generation is None else _full_name(socket, generation)
+    released = _ask(socket, messages.Release(generation=name, force=force))["released"]
+    typer.echo(json.dumps({"released": released}) if as_json else f"released {', '.join(released) or 'nothing'}")
+
+
+@app.command()
+def quarantine(
+    generation: Annotated[str, typer.Argument(help="A generation, or the start of its name.")],
+    reason: Annotated[str, typer.Option(help="Why; shown to whoever asks for it.")] = "set by an operator",
+    lift: Annotated[bool, typer.Option("--lift", help="Hand it out again.")] = False,
+    socket: Socket = None,
+    as_json: Json = False,
+) -> None:
+    """Hand a generation to nobody, without giving its memory up."""
+    request = messages.Quarantine(generation=_full_name(socket, generation), reason=reason, lift=lift)
+    facts = _ask(socket, request)
+    told = f"generation {facts['generation']} is {'quarantined: ' + reason if facts['quarantined'] else 'handed out'}"
+    typer.echo(json.dumps(facts) if as_json else told)
+
+
+@app.command()
+def load(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint's folder, loaded with transformers.")] = None,
+    command: Annotated[
+        str | None, typer.Option(help="Another engine's command that loads, publishes and exits.")
+    ] = None,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds until it is given up.")] = 1800.0,
+    socket: Socket = None,
+    as_json: Json = False,
+) -> None:
+    """Have the daemon start a load worker, so that the next engine hits."""
+    if (model is None) == (command is None):
+        raise typer.BadParameter("name a model, or give --command")
+    if command is not None:
+        argv = shlex.split(command)
+    else:
+        argv = [sys.executable, "-m", "weightcache.integrations.transformers", os.path.abspath(str(model))]
+    connection = _connect(socket)
+    request = messages.Load(argv=argv, env=dict(os.environ), wait_s=wait_s)
+    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("load", total=None)
+        for reply, _ in connection.ask_for_all(request, timeout_s=wait_s + 30.0):
+            if isinstance(reply, messages.Loading):
+                progress.update(task, completed=reply.done, total=reply.total or None)
+            elif isinstance(reply, messages.Done):
+                typer.echo(json.dumps(reply.data) if as_json else f"resident after {reply.data['seconds']} s")
+                return
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder.")],
+    dtype: Annotated[str | None, typer.Option(help="Of the weights in memory (default: the checkpoint's).")] = None,
+    socket: Socket = None,
+    as_json: Json = False,
+) -> None:
+    """Would an engine that starts now hit? If not: why, with both sides of every differing field."""
+    config = _identity(model, dtype)
+    facts = _ask(socket, messages.Explain(config=config))
+    if as_json:
+        typer.echo(json.dumps({**facts, "config": config}, indent=1))
+    elif facts["would_hit"]:
+        typer.echo(f"hit: generation {facts['generation']}")
+    else:
+        typer.echo(f"miss, reason {facts['reason']}: {facts['message']}")
+        if facts["differences"]:
+            Console().print(_differences(facts["differences"]))
+    if not facts["would_hit"]:
+        raise typer.Exit(1)
+
+
+def _identity(model: str, dtype: str | None) -> dict[str, Any]:
+    """The identity that a transformers engine asks for, as `weightcache.integrations.transformers` computes it."""
+    import torch  # seconds, and only here
+
+    from weightcache.checkpoint import Folder
+    from weightcache.identity import digest_of
+    from weightcache.integrations.transformers import cache_config, skeleton
+
+    folder = Folder.open(model)
+    return cache_config(folder, skeleton(folder, dtype), digest_of(folder).digest, torch.device("cpu")).to_dict()
+
+
+def _connect(socket: Path | None) -> Connection:
+    where = Context.from_environment()
+    hello = messages.Hello(version=VERSION, node=where.node, slot=where.slot)
+    return Connection(socket or paths.socket_path(), hello)
+
+
+def _ask(socket: Path | None, request: messages.Request) -> dict[str, Any]:
+    reply, _ = _connect(socket).ask(request, messages.Done)
+    return reply.data
+
+
+def _full_name(socket: Path | None, start: str) -> str:
+    names = [each["generation"] for each in _ask(socket, messages.Status())["generations"]]
+    matching = [name for name in names if name.startswith(start)]
+    if len(matching) != 1:
+        there = ", ".join(names) or "none"
+        raise typer.BadParameter(f"{start!r} names {len(matching)} generations; resident: {there}")
+    return matching[0]
+
+
+def _generations(generations: list[dict[str, Any]]) -> Table:
+    table = Table("generation", "model", "rank", "dtype", "size", "tensors", "where", "leases", "hits", "state")
+    for each in generations:
+        config = each["config"]
+        leases = ", ".join(f"{lease['slot'] or 'pid'} {lease['pid']}" for lease in each["leases"]) or "none"
+        state = f"quarantined: {each['quarantined']}" if each["quarantined"] else "stored" if each["stored"] else "held"
+        table.add_row(
+            each["generation"][:12],
+            config["model_path"],
+            f"{config['tp_rank']}/{config['tp_size']}",
+            config["quant_method"] if config["quant_method"] != "none" else config["dtype"],
+            _mib(each["bytes"]),
+            str(each["tensors"]),
+            each["device"] or each["arena"],
+            leases,
+            str(each["hits"]),
+            state,
+        )
+    return table
+
+
+def _differences(differences: list[dict[str, Any]]) -> Table:
+    table = Table("field", "this model", "resident")
+    for each in differences:
+        table.add_row(each["field"], str(each["expected"]), str(each["found"]))
+    return table
+
+
+def _mib(size: int | None) -> str:
+    if not size:
+        return "0 MiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 10 * 2**30 else f"{size / 2**20:.0f} MiB"
