@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from weightcache.checkpoint import Checkpoint, Folder, Stamp
 from weightcache.checkpoint.refusal import refusal
 from weightcache.checkpoint.stamp import stamp_file
 from weightcache.errors import CheckpointError
-from weightcache.fingerprint import CacheConfig, stable_hash
+from weightcache.fingerprint import Value, stable_hash
 from weightcache.paths import private_dir, state_dir
 
 HASH_LIMIT_BYTES: Final = 1 << 30
@@ -98,20 +98,16 @@ def digest_of(
     return Identity(prove(Checkpoint.open(folder), state=state), "hashed")
 
 
-def cache_config(
-    source: Checkpoint | Folder, *, digest: str | None, engine: str, layout_id: str, dtype: str, **fields: Any
-) -> CacheConfig:
-    """The fingerprint of a checkpoint's weights for one engine.
+def fields_of(source: Checkpoint | Folder, digest: str | None) -> dict[str, Value]:
+    """The fields of a `CacheConfig` that a checkpoint decides; an engine adds its own.
 
     Args:
         source: the checkpoint; its quantisation is what `weightcache.quantization.of` says of it.
         digest: its content identity, as far as it is known.
-        engine, layout_id, dtype: as in `CacheConfig`.
-        fields: further fields of `CacheConfig` (``torch_version``, ``tp_size``, ...).
 
     Raises:
         CheckpointError: ``config_invalid``, where no architecture is named; and as `weightcache.quantization.of`.
-        msgspec.ValidationError: a field is unknown, missing or of the wrong type.
+        ConfigError: as `weightcache.quantization.of`.
     """
     folder = source if isinstance(source, Folder) else source.folder
     found = quantization.of(source)
@@ -125,18 +121,14 @@ def cache_config(
             remedy="Correct config.json",
             file=folder.locate("config.json"),
         )
-    named = {
+    return {
         "model_path": folder.path,
         "model_arch": architectures[0],
         "revision": folder.revision,
         "checkpoint_digest": digest,
         "quant_method": found.method,
         "quant_config_hash": found.config_hash,
-        "dtype": dtype,
-        "engine": engine,
-        "layout_id": layout_id,
     }
-    return CacheConfig.from_dict({**fields, **named})
 
 
 def lookup(checkpoint: Checkpoint, *, state: Path | None = None) -> str | None:

@@ -37,9 +37,8 @@ def refused(folder: Path | str, reason: str, revision: str | None = None) -> Che
 def fingerprint(checkpoint: Checkpoint) -> CacheConfig:
     for _ in checkpoint.read():
         pass
-    return identity.cache_config(
-        checkpoint, digest=checkpoint.digest, engine="e", layout_id="1", dtype="bfloat16", torch_version="2"
-    )
+    own = {"engine": "e", "layout_id": "1", "dtype": "bfloat16", "torch_version": "2"}
+    return CacheConfig.from_dict({**identity.fields_of(checkpoint, checkpoint.digest), **own})
 
 
 def test_a_commit_opens_and_is_the_revision(repository: Path) -> None:

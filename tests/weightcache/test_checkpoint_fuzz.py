@@ -60,7 +60,7 @@ def first_error(folder: Path) -> CheckpointError | ConfigError | None:
         for _ in checkpoint.read():
             pass
         quantization.of(checkpoint)
-        identity.cache_config(checkpoint, digest=None, engine="e", layout_id="1", dtype="d", torch_version="2")
+        identity.fields_of(checkpoint, checkpoint.digest)
     except (CheckpointError, ConfigError) as error:
         return error
     return None

@@ -163,29 +163,30 @@ def test_the_key_is_the_same_in_every_process() -> None:
     assert seen == {f"{CacheConfig(**FULL).key()} {stable_hash({'a', 'b', 'c'})}\n".encode()}
 
 
-ENGINE = {"engine": "e", "layout_id": "e-1", "dtype": "bfloat16", "torch_version": "2.13.0"}
+def fingerprint(source: Checkpoint | Folder) -> CacheConfig:
+    own = {"engine": "e", "layout_id": "e-1", "dtype": "bfloat16", "torch_version": "2.13.0"}
+    return CacheConfig.from_dict({**identity.fields_of(source, "d"), **own})
 
 
 def test_the_fingerprint_of_a_checkpoint(tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
-    config = identity.cache_config(Checkpoint.open(folder), digest="d", tp_size=2, tp_rank=1, **ENGINE)
+    config = fingerprint(Checkpoint.open(folder))
     assert config.model_path == str(folder)
     assert config.model_arch == "LlamaForCausalLM"
-    assert (config.quant_method, config.checkpoint_digest, config.tp_rank) == ("fp8", "d", 1)
-    assert identity.cache_config(Folder.open(folder), digest="d", tp_size=2, tp_rank=1, **ENGINE) == config
+    assert (config.quant_method, config.checkpoint_digest) == ("fp8", "d")
+    assert fingerprint(Folder.open(folder)) == config
 
 
 @pytest.mark.parametrize("changes", [{"weight_block_size": [64, 64]}, {"ignored_layers": ["lm_head"]}])
 def test_block_size_and_skip_list_are_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
     one = checkpoints.fp8(tmp_path / "one")
     other = checkpoints.fp8(tmp_path / "other", (), checkpoints.fp8_config(**changes))
-    configs = [identity.cache_config(Folder.open(folder), digest="d", **ENGINE) for folder in (one, other)]
-    assert fields(*configs) == ["quant_config_hash"]
+    assert fields(fingerprint(Folder.open(one)), fingerprint(Folder.open(other))) == ["quant_config_hash"]
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", [1], {}])
 def test_a_checkpoint_without_architecture_has_none(tmp_path: Path, architectures: Any) -> None:
     folder = checkpoints.plain(tmp_path / "t", architectures=architectures)
     with pytest.raises(CheckpointError) as caught:
-        identity.cache_config(Folder.open(folder), digest=None, **ENGINE)
+        fingerprint(Folder.open(folder))
     assert caught.value.reason == "config_invalid"

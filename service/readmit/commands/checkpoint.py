@@ -1,0 +1,90 @@
+"""``readmit cache preflight`` and ``fingerprint``: what a checkpoint is, and whether it can be trusted and shared."""
+
+import json
+import sys
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from weightcache import identity, quantization
+from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.errors import UnsupportedQuantForIPCError
+from weightcache.quantization import Quantization
+
+Model = Annotated[str, typer.Argument(help="A folder, a hub cache's folder, or a repository's name in that cache.")]
+Revision = Annotated[str | None, typer.Option(help="Of a hub cache's folder: a commit, or a name under refs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def preflight(model: Model, revision: Revision = None, as_json: AsJson = False) -> None:
+    """Check a checkpoint by its index and headers, without loading it. Exits 2 if it is bad, and says where."""
+    checkpoint = Checkpoint.open(model, revision)
+    found = quantization.of(checkpoint)
+    by_dtype: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        by_dtype[info.dtype] += info.nbytes
+    _print(
+        {
+            "path": checkpoint.path,
+            "revision": checkpoint.revision,
+            "files": len(checkpoint.files),
+            "tensors": len(checkpoint.tensors),
+            "bytes": checkpoint.total_bytes,
+            "bytes_by_dtype": dict(by_dtype.most_common()),
+            "tied": None if checkpoint.tie is None else checkpoint.tie._asdict(),
+            **_quantization(found),
+            "notes": [*checkpoint.notes, *found.notes],
+        },
+        as_json,
+    )
+
+
+def fingerprint(
+    model: Model,
+    revision: Revision = None,
+    hash_now: Annotated[bool, typer.Option("--hash", help="Read every byte, whatever is remembered.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what of the fingerprint a checkpoint decides. Without --hash, a large one is not read for it."""
+    folder = Folder.open(model, revision)
+    known = identity.Identity(_prove(Checkpoint.open(folder)), "hashed") if hash_now else identity.digest_of(folder)
+    facts: dict[str, Any] = {**identity.fields_of(folder, known.digest), "digest_status": known.status}
+    _print({**facts, **_quantization(quantization.of(folder))}, as_json)
+
+
+def _prove(checkpoint: Checkpoint) -> str:
+    if not sys.stderr.isatty():
+        return identity.prove(checkpoint)
+    with typer.progressbar(length=checkpoint.total_bytes, label="Reading", file=sys.stderr) as bar:
+        return identity.prove(checkpoint, lambda done: bar.update(done - bar.pos))
+
+
+def _quantization(found: Quantization) -> dict[str, Any]:
+    try:
+        found.check_allowed()
+        refusal = None
+    except UnsupportedQuantForIPCError as error:
+        refusal = error.to_dict()
+    return {
+        "quant_method": found.method,
+        "block_size": found.block_size,
+        "skipped_layers": list(found.skipped.entries),
+        "shareable": refusal is None,
+        "not_shareable_because": refusal,
+    }
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        if value in (None, [], {}, ()):
+            continue
+        text = value["message"] if name == "not_shareable_because" else value
+        if isinstance(text, dict):
+            text = ", ".join(f"{key} {item}" for key, item in text.items())
+        elif isinstance(text, list | tuple):
+            text = ", ".join(map(str, text))
+        typer.echo(f"{name.replace('_', ' '):22} {text}")
