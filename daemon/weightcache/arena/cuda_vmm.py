@@ -127,13 +127,17 @@ class CudaVmmWriter:
         storage = self._bytes.untyped_storage()[low : offset + span]
         return empty.set_(storage, (offset - low) // like.element_size(), like.shape, like.stride())
 
-    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
+    def room(self) -> torch.Tensor:
+        """The whole arena as bytes, every chunk of it created, for whoever fills it in place."""
         self._reach(self.size)
         assert self._bytes is not None
+        return self._bytes
+
+    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
         extents = [
             (offset, _span(tuple(tensor.shape), tensor.stride()) * tensor.element_size()) for offset, tensor in rows
         ]
-        return cuda_digest.digests(self._bytes, extents, self._driver)
+        return cuda_digest.digests(self.room(), extents, self._driver)
 
     def seal(self) -> list[int]:
         """Make the mapping read-only; the chunks' descriptors, owned by the caller, hold the bytes from now on."""

@@ -1,0 +1,159 @@
+"""From a checkpoint on disk to an arena, beside what the disk and `safetensors` give in the same run."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_parts.processes import Talk, cuda_context
+from weightcache.arena import align
+from weightcache.arena.cuda_driver import nvidia
+from weightcache.arena.cuda_fill import BLOCK_BYTES, THREADS, Piece, fill
+from weightcache.arena.cuda_vmm import CudaVmmWriter
+from weightcache.checkpoint import Checkpoint
+from weightcache.starting_state import page_cache_fraction
+
+
+def write_checkpoint(talk: Talk, folder: Path, gib: float, shards: int = 8) -> dict[str, Any]:
+    """Random bf16 matrices in ``shards`` files."""
+    import json
+
+    from safetensors.torch import save_file
+
+    began = time.perf_counter()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Benchmark"], "model_type": "benchmark"}))
+    rows = int(gib * 2**30 / shards / 8 / 2 / 4096)
+    index = {}
+    for shard in range(shards):
+        name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        content = {}
+        for number in range(8):
+            tensor = torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda")
+            tensor.view(torch.int32).random_()
+            content[f"layers.{shard}.{number}.weight"] = tensor.cpu()
+        save_file(content, folder / name)
+        index |= dict.fromkeys(content, name)
+    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+    os.sync()
+    return {"bytes": total, "seconds": time.perf_counter() - began}
+
+
+def drop(folder: Path) -> float:
+    """Push the files out of the page cache; the fraction that stayed."""
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    return float(page_cache_fraction(files))
+
+
+def warm(folder: Path) -> float:
+    """Read the files into the page cache; the fraction that is there."""
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with open(file, "rb", buffering=0) as stream:
+            while stream.read(BLOCK_BYTES):
+                pass
+    return float(page_cache_fraction(files))
+
+
+def direct_reads(talk: Talk, folder: Path) -> float:
+    """Bytes a second of parallel O_DIRECT reads into memory, as many threads and as long blocks as the loader's."""
+    files = sorted(folder.glob("*.safetensors"))
+    work = [(file, start) for file in files for start in range(0, file.stat().st_size, BLOCK_BYTES)]
+    total = sum(file.stat().st_size for file in files)
+    lock = threading.Lock()
+
+    def run() -> None:
+        import mmap
+
+        buffer = mmap.mmap(-1, BLOCK_BYTES)
+        while True:
+            with lock:
+                if not work:
+                    return
+                file, start = work.pop(0)
+            descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+            os.preadv(descriptor, [buffer], start)
+            os.close(descriptor)
+
+    began = time.perf_counter()
+    threads = [threading.Thread(target=run) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return total / (time.perf_counter() - began)
+
+
+def into_arena(talk: Talk, folder: Path, direct: bool | None, check: bool) -> dict[str, Any]:
+    """Bytes a second from files to a sealed arena; with ``check``, compared with what `safetensors` reads."""
+    where = torch.device("cuda", 0)
+    cuda_context(where)
+    nvidia()
+    began = time.perf_counter()
+    checkpoint = Checkpoint.open(folder)
+    pieces, offsets, end = [], {}, 0
+    for name, info in checkpoint.tensors.items():
+        offsets[name] = end
+        pieces.append(Piece(folder / info.file, info.begin, info.nbytes, end))
+        end = align(end + info.nbytes)
+    writer = CudaVmmWriter(end, 0)
+    room = writer.room()
+    ready = time.perf_counter()
+    read = fill(room, pieces, direct=direct)
+    filled = time.perf_counter()
+    descriptors = writer.seal()
+    done = time.perf_counter()
+    wrong = []
+    if check:
+        from safetensors.torch import load_file
+
+        for file in sorted(folder.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                flat = tensor.view(-1).view(torch.uint8)
+                mine = room[offsets[name] : offsets[name] + flat.numel()]
+                if not torch.equal(mine.cpu(), flat):
+                    wrong.append(name)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    total = checkpoint.total_bytes
+    return {
+        "bytes": total,
+        "read_bytes": read,
+        "wrong": wrong,
+        "prepare_s": ready - began,
+        "fill_s": filled - ready,
+        "total_s": done - began,
+        "bytes_per_s": total / (done - began),
+        "page_cache_after": float(page_cache_fraction(sorted(folder.glob("*.safetensors")))),
+    }
+
+
+def load_file(talk: Talk, folder: Path) -> dict[str, Any]:
+    """Bytes a second of ``safetensors.torch.load_file(device="cuda")``."""
+    from safetensors.torch import load_file as load
+
+    cuda_context(torch.device("cuda", 0))
+    began = time.perf_counter()
+    total = 0
+    kept = []
+    for file in sorted(folder.glob("*.safetensors")):
+        kept.append(load(file, device="cuda:0"))
+        total += file.stat().st_size
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return {"bytes": total, "seconds": seconds, "bytes_per_s": total / seconds}
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,226 @@
+"""What the processes of the benchmark do: publish a model, attach to it, hold it, check it."""
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_parts import models
+from gpu_parts.processes import Talk, cuda_context
+from weightcache import client, messages
+from weightcache.arena import kinds
+from weightcache.attachment import check_digests
+from weightcache.manifest import read
+from weightcache.protocol import Connection
+from weightcache.vocabulary import MISS_REASONS
+
+NO_FALLBACK = dict.fromkeys(MISS_REASONS, "fail")
+
+
+def publish(talk: Talk, shape: models.Shape, where: torch.device, then: str = "end") -> dict[str, Any]:
+    """Load a model as after a miss, publish it, and check what it ended up on.
+
+    ``then``: ``end``, ``hold`` until told anything, or ``stop`` before the filled arena is handed over, until told.
+    """
+    context = cuda_context(where)
+    model = models.skeleton(shape)
+    loaded: dict[str, Any] = {}
+    if then == "stop":
+        _stop_before_seal(talk)
+
+    def load(progress: object) -> None:
+        began = time.perf_counter()
+        models.fill(model, where)
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+            loaded["torch_bytes"] = torch.cuda.memory_reserved()
+        loaded["fill_s"] = time.perf_counter() - began
+
+    began = time.perf_counter()
+    outcome = client.attach(model, models.config(shape, where), load=load, load_bytes=1, device=where.index)
+    result = {
+        "seconds": time.perf_counter() - began,
+        "context_s": context,
+        "path": outcome.path,
+        "reason": outcome.reason,
+        "generation": outcome.generation,
+        "private_because": outcome.private_because,
+        "phases": outcome.phases,
+        "bytes": outcome.bytes,
+        "tensors": models.count(model),
+        "model_bytes": models.size(model),
+        "differing": models.differing(model),
+        **loaded,
+    }
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
+        result["torch_bytes_after"] = torch.cuda.memory_reserved()
+    if then == "hold":
+        talk.send(result)
+        talk.recv()
+    return result
+
+
+def _stop_before_seal(talk: Talk) -> None:
+    from weightcache import publish as publishing
+
+    manifest = publishing._manifest
+
+    def stopped(*arguments: Any) -> Any:
+        talk.send("filled")
+        talk.recv()
+        return manifest(*arguments)
+
+    publishing._manifest = stopped
+
+
+def attach(
+    talk: Talk, shape: models.Shape, where: torch.device, then: str = "end", verify: float | None = None
+) -> dict[str, Any]:
+    """Attach as a fresh engine would, after its imports and its CUDA context.
+
+    ``then``: ``end``; ``hold`` until told anything; ``check`` every byte and end.
+    """
+    context = cuda_context(where)
+    gc.collect()
+    began = time.perf_counter()
+    model = models.skeleton(shape)
+    config = models.config(shape, where)
+    built = time.perf_counter()
+    outcome = client.attach(model, config, policies=NO_FALLBACK, device=where.index, verify=verify)
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+    done = time.perf_counter()
+    result = {
+        "attach_s": done - built,
+        "load_weights_s": done - began,
+        "skeleton_s": built - began,
+        "context_s": context,
+        "phases": outcome.phases,
+        "generation": outcome.generation,
+        "bytes": outcome.bytes,
+    }
+    if then == "check":
+        result["differing"] = models.differing(model)
+    if then == "hold":
+        talk.send(result)
+        talk.recv()
+        result["differing"] = models.differing(model)
+    return result
+
+
+def verify_again(talk: Talk, shape: models.Shape, where: torch.device, socket: Path, times: int = 7) -> dict[str, Any]:
+    """Map once and verify several times in one process: the digest without what comes with a first time."""
+    cuda_context(where)
+    manifest, mapped = mapping(shape, where, socket)
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        check_digests(manifest, mapped)
+        seconds.append(time.perf_counter() - began)
+    return {"first_s": seconds[0], "again_s": seconds[1:]}
+
+
+def mapping(shape: models.Shape, where: torch.device, socket: Path) -> tuple[Any, Any]:
+    """The manifest and the mapped arena of a resident model, without a model to bind them to."""
+    connection = Connection(socket, messages.Hello(version="benchmark"))
+    request = messages.Attach(config=models.config(shape, where).to_dict())
+    attached, descriptors = connection.ask(request, messages.Attached)
+    _, manifest = read(descriptors[0], attached.generation)
+    mapped = kinds.mapping(manifest, descriptors[1:], where.index)
+    mapping.lease = connection  # type: ignore[attr-defined] - held until this process ends
+    return manifest, mapped
+
+
+def attach_and_compute(talk: Talk, shape: models.Shape, where: torch.device) -> dict[str, Any]:
+    """Attach, then compare computing on the mapping with computing on ordinary memory."""
+    from gpu_parts import speed
+
+    cuda_context(where)
+    model = models.skeleton(shape)
+    client.attach(model, models.config(shape, where), policies=NO_FALLBACK, device=where.index)
+    return speed.compare(model)
+
+
+def write_into(talk: Talk, shape: models.Shape, where: torch.device) -> dict[str, Any]:
+    """Attach, then write into the weights as a careless engine would; the error it gets."""
+    from weightcache.device import fault_of
+    from weightcache.journal import Journal
+
+    cuda_context(where)
+    model = models.skeleton(shape)
+    client.attach(model, models.config(shape, where), policies=NO_FALLBACK, device=where.index)
+    victim = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
+    try:
+        victim.data.fill_(0)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        fault = fault_of(error)
+        if fault is None:
+            raise
+        Journal.from_environment().append("attempt_end", "crashed", {"error": fault.to_dict()})
+        return {"raised": type(error).__name__, "fault": fault.to_dict()}
+    return {"raised": None}
+
+
+def rogue_writer(talk: Talk, shape: models.Shape, where: torch.device, socket: Path) -> dict[str, Any]:
+    """Map a resident arena writable, as only somebody with ill intent would, and flip one byte of it."""
+    from weightcache.arena.cuda_driver import nvidia
+
+    cuda_context(where)
+    manifest, mapped = mapping(shape, where, socket)
+    row = len(manifest) // 2
+    offset = manifest.offsets[row] + 5
+    arena = mapped._range
+    nvidia().set_access(arena._address, arena.size, arena.device, writable=True)
+    before = int(mapped._bytes[offset])
+    mapped._bytes[offset] = before ^ 0x10
+    torch.cuda.synchronize()
+    return {"tensor": manifest.names[row], "before": before, "after": int(mapped._bytes[offset])}
+
+
+def stop_at(talk: Talk, shape: models.Shape, where: torch.device, part: str) -> dict[str, Any]:
+    """Attach, and stop in the middle of ``map``, ``verify`` or ``bind``, waiting to be killed."""
+    from weightcache.binding import Binding
+
+    def stop(*_: object, **__: object) -> Any:
+        talk.send(f"in {part}")
+        talk.recv()
+
+    cuda_context(where)
+    if part == "map":
+        from weightcache.arena import cuda_vmm, memfd
+
+        cuda_vmm.CudaVmmMapping.views = memfd.MemfdMapping.views = stop  # type: ignore[method-assign]
+    elif part == "verify":
+        from weightcache import attachment
+
+        attachment.check_digests = stop
+    else:
+        place = Binding.place_parameters
+
+        def half(self: Binding) -> int:
+            del self._parameters[len(self._parameters) // 2 :]
+            place(self)
+            return int(stop())
+
+        Binding.place_parameters = half  # type: ignore[method-assign]
+    model: nn.Module = models.skeleton(shape)
+    client.attach(model, models.config(shape, where), policies=NO_FALLBACK, device=where.index, verify=1.0)
+    return {"stopped": False}
+
+
+def miss(talk: Talk, shape: models.Shape, where: torch.device) -> dict[str, Any]:
+    """An attach that is expected to miss: its reason and data."""
+    from weightcache.errors import CacheMiss
+
+    cuda_context(where)
+    model = models.skeleton(shape)
+    try:
+        client.attach(model, models.config(shape, where), policies=NO_FALLBACK, device=where.index)
+    except CacheMiss as found:
+        return found.to_dict()
+    return {"reason": None}
