@@ -43,9 +43,9 @@ class Interval(NamedTuple):
         return "." in self.name
 
     @property
-    def order(self) -> tuple[int, int]:
-        """The later one of two overlapping intervals has the time they share."""
-        return self.begin_ns, _ORDER.get(self.phase, len(PHASES))
+    def order(self) -> tuple[int, int, bool]:
+        """The later one of two overlapping intervals has the time they share; a phase comes before its parts."""
+        return self.begin_ns, _ORDER.get(self.phase, len(PHASES)), self.is_part
 
 
 class Bounded(NamedTuple):

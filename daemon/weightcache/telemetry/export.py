@@ -1,5 +1,6 @@
 """What the daemon runs: it feeds new events to the accounts, and closed episodes to the sinks of spans."""
 
+import contextlib
 import logging
 import os
 import sqlite3
@@ -95,26 +96,25 @@ class Telemetry:
 
     def step(self) -> None:
         """Take in what is new in the journal. What its storage refuses is said once and tried again the next time."""
-        health = self._health
+        complaint = ""
         try:
             try:
-                busy = self._advance()
+                self._advance()
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
                 self._salvage(error)
-                busy = self._advance()
-            health.spool_bytes = self._journal.spool_bytes()
-            health.lost = self._writer.lost
-            health.degraded = busy or health.spool_bytes > 0 or health.lost > 0
-            self._complaint = ""
+                self._advance()
         except (sqlite3.Error, ConfigError, OSError) as error:
-            health.degraded = True
+            complaint = str(error)
             if isinstance(error, ConfigError):
                 self._collector.caught_up.set()  # nothing to wait for: only another release can read this journal
-            if str(error) != self._complaint:
-                self._complaint = str(error)
+            if complaint != self._complaint:
                 log.warning("the journal cannot be read: %s", error)
+        self._complaint = complaint
+        health = self._health
+        health.spool_bytes, health.lost = self._journal.spool_bytes(), self._writer.lost
+        health.degraded = bool(complaint or health.spool_bytes or health.lost)
 
     def close(self) -> None:
         """Take in the last events, hand over what can be handed over in 2 s, and stop serving."""
@@ -129,13 +129,9 @@ class Telemetry:
             self._server = None
         self._journal.close()
 
-    def _advance(self) -> bool:
-        """Feed what is new; returns whether spools could not be merged."""
-        busy = False
-        try:
+    def _advance(self) -> None:
+        with contextlib.suppress(sqlite3.OperationalError):  # busy: the spools wait, and their size says so
             self._journal.merge_spools()
-        except sqlite3.OperationalError:
-            busy = True
         last = self._journal.last_id()
         if last < self._replay.position:
             self._replay.position = 0  # another journal is in its place
@@ -146,7 +142,6 @@ class Telemetry:
         while events := self._journal.events(self._replay.position, limit=_BATCH):
             self._feed(events)
         self._journal.checkpoint()
-        return busy
 
     def _catch_up(self, last: int) -> None:
         """Replay the past. Probes, of which there are by far the most, are only counted, and by SQLite."""

@@ -1,0 +1,260 @@
+"""The accounts and the collector."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from tests.fixtures.story import BOOT_WALL, SECOND, Story, recovery
+
+from weightcache.episodes import Replay
+from weightcache.slo import THRESHOLDS_S, bounds_s
+from weightcache.telemetry.accounts import Accounts
+from weightcache.telemetry.health import Health
+from weightcache.telemetry.metrics import Collector
+from weightcache.telemetry.worst import WINDOWS_S, Worst
+from weightcache.vocabulary import CAUSES, MISS_REASONS, OUTCOMES, PATHS, PHASES
+
+
+class Books:
+    """Replay, accounts and collector, fed by stories."""
+
+    def __init__(self, now=None, **residents):
+        empty = {"capacity": None, "resident_bytes": 0, "leases": 0, "generations": {}, "claims": []}
+        self.replay, self.accounts, self.health = Replay(keep=16), Accounts(THRESHOLDS_S), Health()
+        residents = SimpleNamespace(**{**empty, **residents})
+        collector = Collector(self.replay, self.accounts, residents, self.health, THRESHOLDS_S)
+        collector.caught_up.set()
+        self.now = None
+        self.replay.clock.now = lambda: BOOT_WALL + round(self.now * SECOND)
+        self.replay.clock.to_wall = lambda at_ns: at_ns
+        self.registry = CollectorRegistry()
+        self.registry.register(collector)
+
+    def tell(self, *stories, now=0.0):
+        for event in (event for story in stories for event in story.events):
+            self.feed(event._replace(id=self.replay.position + 1))
+        self.now = now
+        return self
+
+    def feed(self, event):
+        self.accounts.feed(event, self.replay, self.replay.feed(event))
+
+    def samples(self):
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+        }
+
+    def __call__(self, name, **labels):
+        return self.registry.get_sample_value(name, labels)
+
+
+def miss(seconds, episode="a" * 32, slot="a", outcome="ready", at=0, **facts):
+    story = Story(episode=episode, slot=slot).open(at).say(at, "attempt_start", attempt=1)
+    story.phase("load_weights", at + 1).lookup(at + 1, "miss", **{"reason": "absent", **facts})
+    return story.close(at + seconds, outcome, verified=True)
+
+
+class TestEmpty:
+    def test_every_member_of_the_closed_lists_exists_at_0(self):
+        books = Books().tell()
+        for path, outcome in itertools.product(PATHS, OUTCOMES):
+            assert books("readmit_recoveries_total", path=path, outcome=outcome) == 0
+        for path in PATHS:
+            assert books("readmit_time_to_semantic_readiness_seconds_count", path=path) == 0
+        for cause in CAUSES:
+            assert books("readmit_recoveries_started_total", cause=cause) == 0
+        for reason in MISS_REASONS:
+            assert books("weightcache_misses_total", reason=reason, detail="") == 0
+            assert books("readmit_cold_starts_total", reason=reason, detail="") == 0
+        assert books("readmit_cold_starts_total", reason="fingerprint", detail="torch_version") == 0
+        assert books("readmit_cold_starts_total", reason="quant_not_allowed", detail="awq") == 0
+        for result in ("hit", "miss"):
+            assert books("weightcache_lookups_total", result=result) == 0
+        for window in WINDOWS_S:
+            assert books("readmit_failure_tail_seconds", window=window) == 0
+
+    def test_thresholds_are_exact_bounds(self):
+        samples = Books().tell().samples()
+        for path, threshold in THRESHOLDS_S.items():
+            labels = (("le", str(float(threshold))), ("path", path))
+            assert ("readmit_time_to_semantic_readiness_seconds_bucket", labels) in samples
+            assert ("readmit_slo_threshold_seconds", (("path", path),)) in samples
+        assert 77.0 in bounds_s([77])
+
+
+def test_few_series_for_two_slots_and_no_more_after_a_thousand_recoveries():
+    books = Books().tell(recovery(slot="a"), recovery(slot="b", episode="b" * 32))
+    before = len(books.samples())
+    assert before <= 900
+    for number in range(1000):
+        facts = {"at": 200 * (number + 1), "reason": "fingerprint", "detail": f"x{number}"}
+        books.tell(miss(100 + number % 7, f"{number:032x}", "ab"[number % 2], **facts))
+    assert len(books.samples()) == before
+    assert len(books.replay.episodes) <= 16
+    assert len(books.accounts.worst["miss"]._recoveries) < 10
+    assert books("readmit_cold_starts_total", reason="fingerprint", detail="") == 1000, "a detail off the list is none"
+
+
+def test_every_metric_moves():
+    """A metric that no story can move tells nobody anything."""
+    generations = {"g1": SimpleNamespace(quarantined=None), "g2": SimpleNamespace(quarantined="wrong answers")}
+    books = Books(capacity=9, resident_bytes=5, leases=2, generations=generations, claims=["one"])
+    unmoved = set(books.tell().samples().items())
+    books.tell(recovery(), miss(30, "2" * 32, slot="b"), miss(700, "3" * 32, "b", "abandoned", at=40))
+    story = Story(episode=None, slot=None)
+    story.say(800, "publish", "published").say(800, "publish", "failed", reason="resource")
+    story.say(800, "release", "evicted").say(800, "quarantine", "set").say(800, "probe", "wrong")
+    story.say(800, "process", "readopted", process="daemon").say(800, "process", "exited", process="keeper")
+    unverified = Story(episode="4" * 32).open(801).close(802, verified=False)
+    open_ = Story(episode="5" * 32).open(810).say(811, "attempt_start", attempt=1).phase("import", 811)
+    books.tell(story, unverified, open_, now=900)
+    books.health.degraded, books.health.spool_bytes, books.health.lost, books.health.salvages = True, 5, 1, 1
+    books.health.sinks.append("file")
+    books.health.exported["file"], books.health.dropped["file"] = 3, 1
+    samples = set(books.samples().items())
+    samples |= set(books.tell(recovery(slot="c", episode="6" * 32), now=900).samples().items())
+    moved = {name for (name, _), value in samples - unmoved if value}
+    constant = {"readmit_build_info", "readmit_slo_threshold_seconds", "readmit_slo_outage_threshold_seconds"}
+    constant |= {"readmit_slo_ready_ratio"}
+    names = {sample.name for family in books.registry.collect() for sample in family.samples}
+    there = {name for (name, _), value in unmoved if value}  # the registry's, from the start
+    assert names - moved - constant - there == set()
+
+
+class TestFigures:
+    def test_hit_rate_counts_ranks_that_tried(self):
+        story = Story().open(0).lookup(1, "hit", rank=0).lookup(1, "miss", rank=1, reason="device")
+        books = Books().tell(story.lookup(1, "off", rank=2))
+        assert books("weightcache_lookups_total", result="hit") == 1
+        assert books("weightcache_lookups_total", result="miss") == 1
+        assert books("weightcache_misses_total", reason="device", detail="") == 1
+
+    def test_time_to_semantic_readiness_wants_a_checked_answer(self):
+        books = Books().tell(recovery(), Story(episode="2" * 32).open(200).close(210, verified=False))
+        assert books("readmit_time_to_semantic_readiness_seconds_sum", path="hit") == 10
+        assert books("readmit_time_to_semantic_readiness_seconds_count", path="unknown") == 0
+        assert books("readmit_recoveries_unverified_total") == 1
+
+    def test_a_cold_start_counts_once_however_many_ranks_missed(self):
+        story = Story().open(0)
+        for rank in range(4):
+            story.lookup(1, "miss", rank=rank, reason="residency_lost", detail="gpu_lost")
+        books = Books().tell(story.close(500, verified=True))
+        assert books("readmit_cold_starts_total", reason="residency_lost", detail="gpu_lost") == 1
+        assert books("weightcache_misses_total", reason="residency_lost", detail="gpu_lost") == 4
+
+    def test_failure_tail_holds_the_worst_miss_whatever_its_outcome(self):
+        later = miss(700, "3" * 32, outcome="abandoned", at=200)
+        books = Books().tell(recovery(), miss(30, "2" * 32, at=150), later, now=1000)
+        assert books("readmit_failure_tail_seconds", window="24h") == 700
+        assert books("readmit_worst_recovery_seconds", path="hit", window="24h") == 10
+
+    def test_failure_tail_holds_open_recoveries_at_their_age(self):
+        story = Story().open(0).lookup(1, "miss", reason="absent")
+        assert Books().tell(story, now=333)("readmit_failure_tail_seconds", window="24h") == 333
+
+    def test_an_open_recovery_that_says_nothing_counts_once_it_is_late_for_a_hit(self):
+        assert Books().tell(Story().open(0), now=59)("readmit_failure_tail_seconds", window="24h") == 0
+        assert Books().tell(Story().open(0), now=61)("readmit_failure_tail_seconds", window="24h") == 61
+
+    def test_the_tail_forgets_what_left_its_window(self):
+        books = Books().tell(miss(700), now=2 * 86_400)
+        assert books("readmit_failure_tail_seconds", window="24h") == 0
+        assert books("readmit_failure_tail_seconds", window="7d") == 700
+
+
+class TestOpenRecovery:
+    def test_deadline_moves_when_a_hit_turns_into_a_miss(self):
+        books = Books().tell(recovery(), Story(episode="2" * 32).open(200), now=201)
+
+        def left():
+            fault = books("readmit_recovery_started_timestamp_seconds", slot="a")
+            return books("readmit_recovery_deadline_timestamp_seconds", slot="a") - fault
+
+        assert left() == THRESHOLDS_S["hit"]
+        books.tell(Story(episode="2" * 32).lookup(202, "miss", reason="absent"), now=203)
+        assert left() == THRESHOLDS_S["miss"]
+        books.tell(Story(episode="2" * 32).close(300), now=301)
+        assert left() == 0
+        assert books("readmit_recovery_started_timestamp_seconds", slot="a") == 0
+
+    def test_phase_and_when_it_began(self):
+        books = Books().tell(Story().open(0).say(1, "attempt_start", attempt=1).phase("import", 2), now=5)
+        phases = {phase: books("readmit_recovery_phase", slot="a", phase=phase) for phase in PHASES}
+        assert [phase for phase, value in phases.items() if value] == ["import"]
+        assert books("readmit_recovery_phase_started_timestamp_seconds", slot="a") == BOOT_WALL / 1e9 + 2
+        assert books("readmit_recovery_attempts", slot="a") == 1
+
+    def test_unready_seconds_do_not_fall_when_the_end_is_dated_back(self):
+        books = Books().tell(Story().open(0), now=10)
+        assert books("readmit_unready_seconds_total", slot="a") == 10
+        books.tell(Story().close(9.5), now=11)
+        assert books("readmit_unready_seconds_total", slot="a") == 10
+
+
+class TestWorst:
+    @given(st.lists(st.tuples(st.integers(0, 200_000), st.integers(1, 50)), max_size=60))
+    def test_agrees_with_looking_at_everything(self, steps):
+        worst, closed, now = Worst(), [], 0
+        for pause, seconds in steps:
+            now += pause
+            worst.add(now * SECOND, seconds)
+            closed.append((now, seconds))
+            for window_s in WINDOWS_S.values():
+                expected = max((one for at, one in closed if at >= now - window_s), default=0)
+                assert worst.within(window_s, now * SECOND) == expected
+
+
+@st.composite
+def histories(draw):
+    """Events of several slots, in an order a journal could have them, cut off anywhere."""
+    story, open_, number, at = Story(), {}, 0, 0.0
+    for _ in range(draw(st.integers(1, 40))):
+        at += draw(st.floats(0.01, 50))
+        slot = draw(st.sampled_from("ab"))
+        story.slot, story.episode = slot, open_.get(slot)
+        rank, attempt = draw(st.integers(0, 1)), draw(st.integers(1, 2))
+        action = draw(st.sampled_from(["open", "open", "begin", "end", "lookup", "attempt", "die", "close"]))
+        if action == "open":
+            number += 1
+            story.episode = open_[slot] = f"{number:032x}"
+            story.open(at, draw(st.sampled_from(CAUSES)))
+        elif action == "close":
+            story.close(at, draw(st.sampled_from(["ready", "abandoned"])), verified=draw(st.booleans()))
+        elif action == "lookup":
+            story.lookup(at, draw(st.sampled_from(["hit", "miss", "off"])), attempt=attempt, rank=rank, reason="absent")
+        elif action == "attempt":
+            story.say(at, "attempt_start", attempt=attempt)
+        elif action == "die":
+            story.say(at, "process", "exited", attempt=attempt, process="engine", signal=9)
+        else:
+            phase = draw(st.sampled_from(["spawn", "import", "load_weights", "load_weights.map", "graph_capture"]))
+            story.say(at, f"phase_{action}", phase, attempt=attempt, rank=rank)
+    return story
+
+
+@settings(max_examples=40, deadline=None)
+@given(histories(), st.integers(0, 40))
+def test_books_balance_at_every_moment_and_after_every_restart(story, restart):
+    books, highest = Books(), {}
+    for number, event in enumerate(story.events, 1):
+        books.feed(event._replace(id=number))
+        books.now = (event.boottime_ns + 1) / SECOND
+        replay = books.replay
+        assert replay.started == replay.closed + len(replay.open_episodes)
+        for episode in replay.episodes:
+            assert sum(episode.phases_s().values()) == pytest.approx(episode.total_s)
+        if number == restart:
+            again = Books().tell(SimpleNamespace(events=story.events[:number]), now=books.now)
+            assert again.samples() == books.samples()
+            books = again
+        samples = {key: value for key, value in books.samples().items() if key[0].endswith(("_total", "_count"))}
+        assert all(value >= highest.get(key, 0) for key, value in samples.items())
+        highest = samples
+    ready = [slot for slot in books.accounts.availability.slots.values() if slot.state == "ready"]
+    assert (books.accounts.availability.outage is None) or not ready
