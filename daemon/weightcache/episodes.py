@@ -68,9 +68,10 @@ class Attempt:
         return [interval for interval in self.episode.intervals() if interval.attempt == self.number]
 
     @property
-    def phase(self) -> Interval | None:
-        """The phase it is in now, None between phases and after its end."""
-        return None if self.ended_ns is not None else _current(self.phases)
+    def phase(self) -> str | None:
+        """The name of the phase it is in now, None between phases and after its end."""
+        current = None if self.ended_ns is not None else _current(self.phases)
+        return current.name if current else None
 
     @property
     def path(self) -> str:
@@ -131,7 +132,7 @@ class Episode:
 
     @property
     def phase(self) -> Interval | None:
-        """The phase it is in now, ``detect`` and ``backoff`` between attempts included."""
+        """The phase it is in now and since when, ``detect`` and ``backoff`` between attempts included."""
         if not self.is_open:
             return None
         over = {attempt.number for attempt in self.attempts if attempt.ended_ns is not None}
