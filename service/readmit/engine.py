@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 78 (EX_CONFIG: trying again will not help) where settings, host or model files cannot work, and with 1
     where the weight cache was required and missed.
     """
-    # Read by OpenMP when torch is imported. Its threads otherwise spin while they wait for each other, and on cores that
-    # a standby or another engine shares, a token then takes ten times as long.
+    # OpenMP reads it when torch is imported. Its threads otherwise spin while they wait for each other, and on cores
+    # that a standby or another engine shares, a token then takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     journal = Journal.from_environment()
     with journal.phase("spawn", began_ns=_process_start_ns()):

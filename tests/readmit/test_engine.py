@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -245,6 +246,30 @@ def test_killed_and_started_again_on_its_port_it_answers_the_same(model: Path) -
     with running([*command(model), "--port", port]) as second:
         assert second.client.base_url.port == int(port)
         assert second.text() == answer
+
+
+def test_killed_and_started_again_it_maps_the_weights_it_published(model: Path, tmp_path: Path) -> None:
+    cache, journal = tmp_path / "cache" / "cache.sock", tmp_path / "journal.sqlite3"
+    options = ["--weight-cache", "client", "--socket", str(cache)]
+    daemon = [sys.executable, "-m", "weightcache.daemon", "--socket", str(cache), "--metrics", "127.0.0.1:0"]
+    with subprocess.Popen([*daemon, "--journal", str(journal)]) as holder:
+        try:
+            while not cache.exists():
+                assert holder.poll() is None
+                time.sleep(0.02)
+            with running(command(model, *options), journal) as first:
+                answer = first.text()
+                first.end(signal.SIGKILL)
+            with running(command(model, *options), journal) as second:
+                assert second.text() == answer
+                assert any("mapped 269 MB" in line for line in second.said)
+        finally:
+            holder.terminate()
+    lookups = Journal(journal).query("WHERE kind = 'lookup' ORDER BY id")
+    assert [(event.name, event.attributes.get("reason")) for event in lookups] == [("miss", "absent"), ("hit", None)]
+    marks = Journal(journal).query("WHERE kind = 'phase_end' AND id > ? AND name LIKE 'load_weights.%'", lookups[0].id)
+    parts = [event.name.removeprefix("load_weights.") for event in marks]
+    assert parts[parts.index("publish") :][-7:] == ["skeleton", "match", "connect", "match", "map", "bind", "buffers"]
 
 
 def test_a_signal_lets_the_answer_under_way_finish(model: Path) -> None:

@@ -1,8 +1,10 @@
 """Models of transformers through the weight cache: equal in every tensor to what transformers loads by itself."""
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from weightcache.errors import CheckpointError, ConfigError
+from weightcache.errors import CheckpointError, ConfigError, UnsupportedQuantForIPCError
+from weightcache.identity import Identity
 from weightcache.integrations.transformers import from_pretrained
+from weightcache.journal import Journal
 
 logging.disable_progress_bar()
 
@@ -45,6 +49,32 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Path]:
+    """The socket of a running weight cache daemon."""
+    socket = tmp_path / "cache" / "cache.sock"
+    command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(socket), "--metrics", "127.0.0.1:0"]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while not socket.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield socket
+    process.terminate()
+    process.wait(30)
+
+
+def load_worker(model: Path, socket: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "weightcache.integrations.transformers", str(model), "--socket", str(socket)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def make(folder: Path, architecture: str = "llama", seed: int = 0) -> Path:
@@ -136,6 +166,127 @@ def test_an_architecture_that_cannot_be_built_is_refused(llama: Path, change: di
     with pytest.raises(ConfigError, match=str(llama)) as caught:
         from_pretrained(llama)
     assert caught.value.reason == "architecture"
+
+
+def test_a_hit_is_what_transformers_loads(checkpoint: Path, daemon: Path) -> None:
+    worker = load_worker(checkpoint, daemon)
+    assert worker.returncode == 0, worker.stderr
+    model, outcome = from_pretrained(checkpoint, mode="client", socket=daemon)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert outcome.path == "hit"
+    assert facts(model) == facts(plain)
+    assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    ids = torch.arange(8)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+def test_a_first_load_publishes_and_stays_what_it_was(llama: Path, daemon: Path) -> None:
+    model, outcome = from_pretrained(llama, mode="client", socket=daemon)
+    assert (outcome.path, outcome.reason) == ("miss", "absent")
+    assert outcome.generation
+    assert facts(model) == facts(AutoModelForCausalLM.from_pretrained(llama))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_writing_into_mapped_weights_harms_nobody_else(llama: Path, daemon: Path) -> None:
+    first, _ = from_pretrained(llama, mode="client", socket=daemon)
+    for tensor in (*first.parameters(), *first.buffers()):
+        tensor.zero_()
+    second, outcome = from_pretrained(llama, mode="client", socket=daemon)
+    assert outcome.path == "hit"
+    assert facts(second) == facts(AutoModelForCausalLM.from_pretrained(llama))
+
+
+def test_other_bytes_under_the_same_headers_are_another_model(llama: Path, daemon: Path) -> None:
+    from_pretrained(llama, mode="client", socket=daemon)
+    make(llama, seed=1)
+    model, outcome = from_pretrained(llama, mode="client", socket=daemon)
+    assert (outcome.path, outcome.reason, outcome.detail) == ("miss", "fingerprint", "checkpoint_digest")
+    assert facts(model) == facts(AutoModelForCausalLM.from_pretrained(llama))
+
+
+def test_a_moved_copy_is_the_same_model(llama: Path, daemon: Path, tmp_path: Path) -> None:
+    from_pretrained(llama, mode="client", socket=daemon)
+    _, outcome = from_pretrained(shutil.copytree(llama, tmp_path / "moved"), mode="client", socket=daemon)
+    assert outcome.path == "hit"
+
+
+def test_another_dtype_is_another_model(llama: Path, daemon: Path) -> None:
+    from_pretrained(llama, mode="client", socket=daemon)
+    model, outcome = from_pretrained(llama, mode="client", socket=daemon, dtype="float32")
+    assert (outcome.reason, outcome.detail) == ("fingerprint", "dtype")
+    assert model.dtype == torch.float32
+
+
+def test_resident_weights_outlive_their_files(llama: Path, daemon: Path) -> None:
+    model, _ = from_pretrained(llama, mode="client", socket=daemon)
+    for shard in llama.glob("*.safetensors"):
+        shard.unlink()
+    again, outcome = from_pretrained(llama, mode="client", socket=daemon)
+    assert outcome.path == "hit"
+    assert facts(again) == facts(model)
+
+
+def test_without_a_daemon_it_loads_from_disk_and_says_so(llama: Path, tmp_path: Path) -> None:
+    model, outcome = from_pretrained(llama, mode="client", socket=tmp_path / "none.sock")
+    assert (outcome.path, outcome.reason, outcome.generation) == ("miss", "no_daemon", None)
+    assert facts(model) == facts(AutoModelForCausalLM.from_pretrained(llama))
+
+
+def test_mode_daemon_starts_one_that_loads(llama: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from weightcache.integrations.transformers import from_pretrained\n"
+        "model, outcome = from_pretrained(sys.argv[1], mode='daemon', socket=Path(sys.argv[2]))\n"
+        "print(outcome.reason, outcome.bytes > 0, outcome.private_because)"
+    )
+    command = [sys.executable, "-c", script, str(llama), str(tmp_path / "cache" / "cache.sock")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.stdout.split() == ["absent", "True", "None"], run.stderr
+
+
+def test_damaged_files_are_never_published(llama: Path, daemon: Path) -> None:
+    shard = sorted(llama.glob("*.safetensors"))[-1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    worker = load_worker(llama, daemon)
+    assert worker.returncode == 1
+    assert shard.name in worker.stderr
+    assert "Traceback" not in worker.stderr
+    shard.write_bytes(content)
+    _, outcome = from_pretrained(llama, mode="client", socket=daemon)
+    assert (outcome.path, outcome.reason) == ("miss", "absent")
+
+
+def test_files_that_change_under_the_load_are_refused(
+    llama: Path, daemon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembered = Identity("0" * 64, "remembered")
+    monkeypatch.setattr("weightcache.integrations.transformers.digest_of", lambda folder: remembered)
+    with pytest.raises(CheckpointError, match="changed while the model was loaded") as caught:
+        from_pretrained(llama, mode="client", socket=daemon)
+    assert caught.value.reason == "changed"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "detail"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "other"),
+    ],
+)
+def test_a_quantised_model_is_never_shared(
+    llama: Path, daemon: Path, tmp_path: Path, quantization: dict[str, object], detail: str
+) -> None:
+    edit(llama / "config.json", quantization_config=quantization)
+    journal = Journal(tmp_path / "journal.sqlite3")
+    with pytest.raises(UnsupportedQuantForIPCError, match="mode off"):
+        from_pretrained(llama, mode="daemon", socket=daemon, journal=journal)
+    (lookup,) = journal.query("WHERE kind = 'lookup'")
+    told = lookup.attributes
+    assert (lookup.name, told["reason"], told["detail"]) == ("miss", "quant_not_allowed", detail)
 
 
 def drop(folder: Path, name: str) -> None:

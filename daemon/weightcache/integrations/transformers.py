@@ -90,7 +90,7 @@ def from_pretrained(
         mode=mode,
         load=load,
         load_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        load_command=[sys.executable, "-m", __name__, folder.path, f"--dtype={_name(model.dtype)}", f"--device={place}"],
+        load_command=_load_command(folder, model.dtype, place),
         socket=socket,
         journal=journal,
         device=place.index if place.type == "cuda" else None,
@@ -125,6 +125,10 @@ def cache_config(folder: Folder, model: Any, digest: str | None, device: torch.d
         engine=ENGINE,
         layout_id=LAYOUT,
     )
+
+
+def _load_command(folder: Folder, dtype: torch.dtype, device: torch.device) -> list[str]:
+    return [sys.executable, "-m", __name__, folder.path, f"--dtype={_name(dtype)}", f"--device={device}"]
 
 
 def _capability(device: torch.device) -> str | None:
