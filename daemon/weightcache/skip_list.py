@@ -5,7 +5,9 @@ The same layers go by several names: ``modules_to_not_convert`` or ``ignored_lay
 are normalised to dotted names below the language model, fused ones spelt out; ``*.`` marks one that may match anywhere.
 """
 
+import re
 from collections.abc import Mapping
+from functools import cache
 from itertools import product
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ FUSED: Final = {
 """Names that engines give to projections they run as one, and the names in the files."""
 
 _FUSED_NAME: Final = {part: name for name, parts in FUSED.items() for part in parts}
+_NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _PREFIXES: Final = frozenset({"model", "language_model", "text_model"})
 _ANYWHERE: Final = "*"
 
@@ -41,6 +44,7 @@ class SkipList:
         split = [tuple(entry.split(".")) for entry in self.entries]
         self._from_root = {parts for parts in split if parts[0] != _ANYWHERE}
         self._anywhere = {parts[1:] for parts in split if parts[0] == _ANYWHERE}
+        self._root_lengths = {len(parts) for parts in self._from_root}
         self._lengths = {len(parts) for parts in self._anywhere}
 
     def __repr__(self) -> str:
@@ -81,7 +85,7 @@ class SkipList:
         return tuple(covering)
 
     def _matching(self, parts: Parts) -> list[str]:
-        found = [".".join(parts[:end]) for end in range(1, len(parts) + 1) if parts[:end] in self._from_root]
+        found = [".".join(parts[:length]) for length in self._root_lengths if parts[:length] in self._from_root]
         for length in self._lengths:
             pieces = (parts[start : start + length] for start in range(len(parts) - length + 1))
             found += [f"{_ANYWHERE}.{'.'.join(piece)}" for piece in pieces if piece in self._anywhere]
@@ -136,8 +140,13 @@ def role(layer: str) -> str:
     >>> role("model.layers.3.self_attn.k_proj")
     'layers.*.self_attn.qkv_proj'
     """
-    _, parts = _below_model(layer)
-    return ".".join(_ANYWHERE if part.isdigit() else _FUSED_NAME.get(part, part) for part in parts)
+    return _role(_NUMBER.sub(_ANYWHERE, layer))
+
+
+@cache
+def _role(pattern: str) -> str:
+    _, parts = _below_model(pattern)
+    return ".".join(_FUSED_NAME.get(part, part) for part in parts)
 
 
 def _below_model(name: str) -> tuple[bool, Parts]:

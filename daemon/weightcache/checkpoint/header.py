@@ -54,6 +54,8 @@ DTYPES: Final = {
 no torch type holds them. ``F4`` states the logical shape; the torch type packs two values, so its last dimension is
 half as long."""
 
+_INTEGER: Final = {int}  # and not bool, which is one of Python's integers
+
 _MAGIC: Final = {
     b"PK\x03\x04": "a zip archive (a PyTorch pickle?)",
     b"\x80\x02": "a pickle",
@@ -162,7 +164,8 @@ def _tensor(tensor: str, entry: Any, name: str, path: str, data: int) -> TensorI
     facts: dict[str, Any] = {"file": path, "tensor": tensor}
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = type(shape) is list and all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        numbers = (*shape, begin, end)
+        whole = type(shape) is list and set(map(type, numbers)) == _INTEGER and min(numbers) >= 0
         tensor.encode()
     except (KeyError, TypeError, ValueError):
         whole = False

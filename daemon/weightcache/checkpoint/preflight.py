@@ -3,11 +3,13 @@
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 from weightcache.checkpoint.folder import Folder
 from weightcache.checkpoint.header import TensorInfo, read_header
+from weightcache.checkpoint.inventory import equal_bytes, take_inventory
 from weightcache.checkpoint.refusal import reading, refusal
 from weightcache.checkpoint.stamp import Stamp, settle, stamp_file, stamp_of, stamp_open
 from weightcache.checkpoint.tied import Tie, find_tie
@@ -15,8 +17,6 @@ from weightcache.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
-
-_COMPARE_BYTES: Final = 4 << 20
 
 log = logging.getLogger("weightcache.checkpoint")
 
@@ -56,7 +56,7 @@ class Checkpoint:
         self.tensors = tensors
         self.tie = tie
         self.notes = notes
-        self.total_bytes = sum(info.end - info.begin for info in tensors.values())
+        self.total_bytes = sum(info.nbytes for info in tensors.values())
         self.digest: str | None = None
 
     @classmethod
@@ -73,22 +73,16 @@ class Checkpoint:
         folder = path if isinstance(path, Folder) else Folder.open(path, revision)
         stamps = _find_shards(folder)
         settled = folder.index_settled and settle(stamps)
-        files: list[Stamp] = []
-        holders: dict[str, list[TensorInfo]] = {}
-        for name in folder.shards:
-            file, held = _open_shard(folder, name)
-            files.append(file)
-            for tensor, info in held.items():
-                holders.setdefault(tensor, []).append(info)
-        tensors, notes = _resolve(folder, holders)
+        opened = [_open_shard(folder, name) for name in folder.shards]
+        files = [file for file, _ in opened]
+        tensors = take_inventory(folder, [header for _, header in opened])
         if not tensors:
             raise refusal("empty", f"{folder.path} holds no tensor", expected="tensors", found="none", path=folder.path)
-        if folder.strangers:
-            notes.append(f"{_listed(folder.strangers)} in {folder.path} are not in the index and take no part")
+        notes = _notes(folder, tensors)
         for note in notes:
             log.warning("%s", note)
-        tie = find_tie(folder.config, tensors, lambda one, other: _equal(folder, one, other))
-        return cls(folder, tuple(files), settled and files == stamps, tensors, tie, tuple(notes))
+        tie = find_tie(folder.config, tensors, partial(equal_bytes, folder))
+        return cls(folder, tuple(files), settled and files == stamps, tensors, tie, notes)
 
     def read(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Every tensor, in the order of `tensors`, read once into private memory; see `weightcache.checkpoint.reader`.
@@ -181,73 +175,16 @@ def _dangling(folder: Folder, names: list[str]) -> CheckpointError:
     )
 
 
-def _resolve(folder: Folder, holders: Mapping[str, list[TensorInfo]]) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Index against files, both ways: which of the holders of each tensor counts, and what is odd."""
-    index = folder.weight_map
-    tensors: dict[str, TensorInfo] = {}
-    unindexed = []
-    for tensor, infos in holders.items():
-        chosen = infos[0]
-        if index is not None:
-            owner = index.get(tensor)
-            if owner is None:
-                unindexed.append(tensor)
-            else:
-                chosen = next((info for info in infos if info.file == owner), chosen)
-        if len(infos) > 1:
-            _check_copies(folder, tensor, chosen, infos)
-        tensors[tensor] = chosen
-    lost = {
-        tensor: name for tensor, name in (index or {}).items() if tensor not in tensors or tensors[tensor].file != name
-    }
-    if lost:
-        tensor, name = next(iter(lost.items()))
-        raise refusal(
-            "tensor_missing",
-            f"{len(lost)} tensors are not where the index says",
-            expected=f"{tensor} in {name}",
-            found=f"it in {tensors[tensor].file}" if tensor in tensors else "it in no file",
-            remedy="Download index and weight files again, of one revision",
-            file=folder.locate(name),
-            tensor=tensor,
-            tensors=list(lost)[:100],
-        )
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].begin, item[1].end, item[0])))
-    return ordered, [f"{_listed(unindexed)} are in the files but not in the index"] if unindexed else []
+def _notes(folder: Folder, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    notes = []
+    unindexed = [] if folder.weight_map is None else tensors.keys() - folder.weight_map.keys()
+    if unindexed:
+        notes.append(f"{_listed(unindexed)} are in the files of {folder.path} but not in its index")
+    if folder.strangers:
+        notes.append(f"{_listed(folder.strangers)} in {folder.path} are not in the index and take no part")
+    return tuple(notes)
 
 
-def _check_copies(folder: Folder, tensor: str, chosen: TensorInfo, infos: list[TensorInfo]) -> None:
-    """Copies of one tensor are accepted only if an index says which counts and all hold the same bytes."""
-    for other in infos:
-        if other.file == chosen.file or (folder.weight_map is not None and _equal(folder, chosen, other)):
-            continue
-        files = sorted(info.file for info in infos)
-        raise refusal(
-            "duplicate_tensor",
-            f"{tensor} is in {len(files)} files",
-            expected="one file, or equal copies and an index that names one",
-            found=", ".join(files),
-            remedy="Remove the files that do not belong to this checkpoint",
-            file=folder.locate(other.file),
-            tensor=tensor,
-            files=files,
-        )
-
-
-def _equal(folder: Folder, one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes. Stops at the first difference."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(mine == theirs for mine, theirs in zip(_chunks(folder, one), _chunks(folder, other), strict=True))
-
-
-def _chunks(folder: Folder, info: TensorInfo) -> Iterator[bytes]:
-    path = folder.locate(info.file)
-    with reading(path), open(path, "rb", buffering=0) as file:
-        for begin in range(info.begin, info.end, _COMPARE_BYTES):
-            yield os.pread(file.fileno(), min(_COMPARE_BYTES, info.end - begin), begin)
-
-
-def _listed(names: Any, most: int = 5) -> str:
+def _listed(names: Iterable[str], most: int = 5) -> str:
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -100,5 +100,6 @@ def _has_other_head(tensors: Mapping[str, TensorInfo], embedding: str) -> bool:
 
 def _shortest(tensors: Mapping[str, TensorInfo], endings: tuple[str, ...]) -> str | None:
     """The least nested tensor with one of these names: draft heads and towers have their own, deeper down."""
-    found = [name for name in tensors if any(name == ending or name.endswith(f".{ending}") for ending in endings)]
+    below = tuple(f".{ending}" for ending in endings)
+    found = [name for name in tensors if name.endswith(below) or name in endings]
     return min(found, key=lambda name: (name.count("."), name), default=None)
