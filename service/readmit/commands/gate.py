@@ -42,6 +42,7 @@ def command(
     eject_last: Annotated[
         bool, typer.Option("--eject-last", help="Eject for wrong answers even when no other slot is ready.")
     ] = False,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="More requests at a time are answered 429.")] = 512,
     verify_interval: Annotated[float, typer.Option(help="Seconds between verifications of an idle slot.")] = 10.0,
     hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
     drain_notice: Annotated[float, typer.Option(help="Seconds to serve on after SIGTERM.")] = 5.0,
@@ -64,8 +65,8 @@ def command(
         probes=probes,
         unverified_ok=unverified_ok,
         eject_last=eject_last,
+        max_in_flight=max_in_flight,
         verify_interval_s=verify_interval,
-        probe_limit_s=min(GateSettings.probe_limit_s, hang_limit),
         hang_limit_s=hang_limit,
         drain_notice_s=drain_notice,
         drain_limit_s=drain_limit,

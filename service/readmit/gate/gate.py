@@ -46,7 +46,7 @@ class Gate:
         self.probes = ProbeFile(settings.probes)
         self.slots = [Slot(slot.name, slot.url, (self._journal, self.metrics.transition)) for slot in settings.slots]
         remedies = Remedies(settings.runtime_dir, settings.cache_socket)
-        verifier = Verifier(self.probes, settings.probe_limit_s, settings.unverified_ok, settings.probe_headers)
+        verifier = Verifier(self.probes, settings.unverified_ok, settings.probe_headers)
         self.watches = {
             slot.name: Watch(
                 slot,

@@ -84,23 +84,22 @@ class Verifier:
 
     Args:
         probes: where the questions are.
-        limit_s: when an answer is late.
         unverified_ok: whether a `SIGN_OF_LIFE` will do where there are no questions.
         headers: sent with every question.
     """
 
-    def __init__(self, probes: ProbeFile, limit_s: float, unverified_ok: bool, headers: Mapping[str, str]) -> None:
+    def __init__(self, probes: ProbeFile, unverified_ok: bool, headers: Mapping[str, str]) -> None:
         self.probes = probes
-        self._limit_s = limit_s
         self._unverified_ok = unverified_ok
         self._headers = headers
 
-    async def examine(self, url: str, engine: Engine | None, *, turn: int | None = None) -> Finding:
+    async def examine(self, url: str, engine: Engine | None, limit_s: float, *, turn: int | None = None) -> Finding:
         """Ask the engine that should be behind a URL. Only answers during which it lived and listened count.
 
         Args:
             url: the engine's base URL.
             engine: the process that must be the one that answers.
+            limit_s: when an answer is late.
             turn: put one question only, the next with every turn; all of them if None.
         """
         asked_ns = boottime_ns()
@@ -111,7 +110,7 @@ class Verifier:
         if (problem := await _stranger(url, engine)) is not None:
             return Finding(problem, asked_ns, message=_EXPLAINED[problem])
         asked_ns = boottime_ns()
-        verdicts = tuple(await self._ask(url, probe_set, turn))
+        verdicts = tuple(await self._ask(url, probe_set, limit_s, turn))
         if (problem := await _stranger(url, engine)) is not None:
             return Finding(problem, asked_ns, verdicts, message=_EXPLAINED[problem])
         digest = probe_set.digest if probe_set is not None else None
@@ -121,17 +120,17 @@ class Verifier:
                     return Finding(verdict.result, asked_ns, verdicts, digest, str(verdict))
         return Finding("correct", asked_ns, verdicts, digest)
 
-    async def _ask(self, url: str, probe_set: ProbeSet | None, turn: int | None) -> list[Verdict]:
+    async def _ask(self, url: str, probe_set: ProbeSet | None, limit_s: float, turn: int | None) -> list[Verdict]:
         if probe_set is not None:
             probes = probe_set.probes if turn is None else (probe_set.probes[turn % len(probe_set.probes)],)
-            return await Interrogation(url, probe_set.model, self._headers).put_all(probes, self._limit_s)
+            return await Interrogation(url, probe_set.model, self._headers).put_all(probes, limit_s)
         try:
-            model = await asyncio.wait_for(served_model(url, self._headers), self._limit_s)
+            model = await asyncio.wait_for(served_model(url, self._headers), limit_s)
         except TimeoutError:
-            return [Verdict(SIGN_OF_LIFE.name, "late", self._limit_s, message="no list of models in time")]
+            return [Verdict(SIGN_OF_LIFE.name, "late", limit_s, message="no list of models in time")]
         except (aiohttp.ClientError, OSError) as error:
             return [Verdict.without_answer(SIGN_OF_LIFE, error, 0.0)]
-        return [await Interrogation(url, model, self._headers).put(SIGN_OF_LIFE, self._limit_s)]
+        return [await Interrogation(url, model, self._headers).put(SIGN_OF_LIFE, limit_s)]
 
 
 _EXPLAINED: Mapping[Literal["engine_exited", "foreign_listener"], str] = {

@@ -282,7 +282,9 @@ class Watch:
         return self.slot.ready
 
     async def _examine(self, engine: Engine | None, turn: int | None = None) -> Finding:
-        finding = await self._verifier.examine(self.slot.url, engine, turn=turn)
+        # A starting engine's first answer may take its time; one that served is expected to go on.
+        limits = (self._settings.probe_limit_s, *([self._settings.hang_limit_s] if self._answered else []))
+        finding = await self._verifier.examine(self.slot.url, engine, min(limits), turn=turn)
         name, episode = self.slot.name, self._chronicle.episode(self.slot.name)
         answered = finding.result in ("correct", "wrong", "late")
         if answered and episode is not None and not self._phase_marked:

@@ -1,0 +1,48 @@
+"""Real engines with a real language model, shared by the tests that leave them as they were."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tests.readmit.gate.harness import Damage, ReferenceEngine, ending, probe_file
+
+from readmit import demo_model
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return demo_model.prepare()
+
+
+@pytest.fixture(scope="session")
+def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A probe file with what the model says, two tokens long."""
+    return probe_file(tmp_path_factory.mktemp("golden") / "probes.json", " Paris.", model=model.name, max_tokens=2)
+
+
+@pytest.fixture(scope="session")
+def engines(model: Path) -> Iterator[tuple[ReferenceEngine, ReferenceEngine]]:
+    pair = ReferenceEngine(model), ReferenceEngine(model)
+    with ending(*pair):
+        yield pair[0].until_serving(), pair[1].until_serving()
+
+
+@pytest.fixture(scope="session")
+def tensor(model: Path) -> bytes:
+    """The bytes of the model's last norm: without it every answer is wrong."""
+    for shard in model.glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            if "model.norm.weight" in set(file.keys()):
+                return bytes(file.get_tensor("model.norm.weight").view(torch.uint8).numpy().tobytes())
+    raise AssertionError("the model has no such tensor")
+
+
+@pytest.fixture
+def damages(engines: tuple[ReferenceEngine, ReferenceEngine], tensor: bytes) -> Iterator[list[Damage]]:
+    """Damage to each engine's weights, not yet done; undone at the end."""
+    damages = [Damage(engine.pid, tensor) for engine in engines]
+    yield damages
+    for damage in damages:
+        damage.lift()

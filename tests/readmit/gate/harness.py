@@ -1,0 +1,224 @@
+"""Real gates and engines for the gate's tests."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from readmit.probes import Expectation, Probe, ProbeSet
+from weightcache.journal import Event, Journal
+
+T = TypeVar("T")
+PATIENCE_S = 90.0
+SCRIPTED = Path(__file__).with_name("scripted_engine.py")
+
+
+def until(condition: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
+    """Wait until a condition gives something true, and return that."""
+    deadline = time.monotonic() + patience_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def probe_file(path: Path, text: str = " Paris", *, model: str = "scripted", max_tokens: int = 1) -> Path:
+    """A probe file with one question."""
+    probe = Probe("capital", "The capital of France is", max_tokens, Expectation(text=text))
+    ProbeSet(model=model, probes=(probe,)).save(path)
+    return path
+
+
+class Child:
+    """A process whose output is kept, killed at the end of its test."""
+
+    def __init__(self, argv: list[str], env: Mapping[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            argv, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        assert self.process.stdout is not None
+        threading.Thread(target=self.lines.extend, args=[self.process.stdout], daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def says(self, pattern: str) -> re.Match[str]:
+        def found() -> re.Match[str] | None:
+            match = re.search(pattern, self.output)
+            assert match or self.process.poll() is None, f"it ended with {self.process.returncode}: {self.output}"
+            return match
+
+        return until(found, f"{pattern!r} in: {self.output}")
+
+    def end(self, number: int = 9) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+
+class Gate(Child):
+    """``python -m readmit.gate`` on a free port."""
+
+    def __init__(self, *options: str, env: Mapping[str, str] | None = None) -> None:
+        super().__init__([sys.executable, "-m", "readmit.gate", "--listen", "127.0.0.1:0", *options], env)
+        self.url = f"http://{self.says(r'listening on (127.0.0.1:[0-9]+)')[1]}"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+
+    @property
+    def ready(self) -> bool:
+        return self.client.get("/readyz").status_code == 200
+
+    def until_ready(self) -> None:
+        until(lambda: self.ready, f"the gate to open; it says: {self.output}")
+
+    def slot(self, name: str = "a") -> dict[str, Any]:
+        slots = self.client.get("/api/status").json()["slots"]
+        return next(slot for slot in slots if slot["slot"] == name)
+
+    def until_state(self, state: str, reason: str | None = None, name: str = "a") -> dict[str, Any]:
+        def reached() -> dict[str, Any] | None:
+            slot = self.slot(name)
+            return slot if slot["state"] == state and reason in (None, slot["reason"]) else None
+
+        return until(reached, f"slot {name} to be {state} {reason}; the gate says: {self.output}")
+
+    def metric(self, sample: str) -> float:
+        text = self.client.get("/metrics").text
+        values = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"{sample} ")]
+        assert len(values) == 1, f"{sample} is there {len(values)} times"
+        return float(values[0])
+
+    def end(self, number: int = 9) -> int:
+        self.client.close()
+        return super().end(number)
+
+
+class ScriptedEngine(Child):
+    """`scripted_engine` on a port."""
+
+    def __init__(self, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__([sys.executable, str(SCRIPTED), str(self.port)])
+        self.says("scripted engine listens")
+
+    def tell(self, **orders: Any) -> dict[str, Any]:
+        """Change what it does; returns what it has seen so far."""
+        seen: dict[str, Any] = httpx.post(f"{self.url}/script", json=orders, timeout=PATIENCE_S).json()
+        return seen
+
+
+class History:
+    """A journal as the gate's tests write and read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = Journal(path)
+
+    def events(self, kind: str, slot: str = "a") -> list[Event]:
+        return self.journal.query("WHERE kind = ? AND slot = ? ORDER BY id", kind, slot)
+
+    def names(self, kind: str, slot: str = "a") -> list[str]:
+        return [event.name for event in self.events(kind, slot)]
+
+    def states(self, slot: str = "a") -> list[tuple[str, str]]:
+        return [(event.name, event.attributes["reason"]) for event in self.events("slot_state", slot)]
+
+
+@contextmanager
+def ending(*children: Child) -> Iterator[None]:
+    """Kill what is left of these."""
+    try:
+        yield
+    finally:
+        for child in children:
+            child.end()
+
+
+def sse(text: str) -> list[Any]:
+    """The data of an event stream's events."""
+    blocks = [block for block in text.split("\n\n") if block]
+    datas = ["\n".join(line[6:] for line in block.split("\n") if line.startswith("data: ")) for block in blocks]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+class ReferenceEngine(Child):
+    """``python -m readmit.engine`` on a real model, serving."""
+
+    def __init__(self, model: Path, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__([sys.executable, "-m", "readmit.engine", str(model), "--port", str(self.port)])
+
+    def until_serving(self) -> "ReferenceEngine":
+        self.says(r"serving on")
+        return self
+
+
+class Damage:
+    """Bytes of a tensor overwritten in the memory of a running process; lifting it writes them back.
+
+    Args:
+        pid: the process.
+        tensor: the tensor's bytes as the process should hold them.
+    """
+
+    def __init__(self, pid: int, tensor: bytes) -> None:
+        self._pid = pid
+        self._tensor = tensor
+        self._places = self._find()
+        assert self._places, "the tensor is not in that process"
+
+    def set(self) -> None:
+        self._write(bytes(len(self._tensor)))
+
+    def lift(self) -> None:
+        self._write(self._tensor)
+
+    def _write(self, data: bytes) -> None:
+        with open(f"/proc/{self._pid}/mem", "r+b", buffering=0) as memory:
+            for place in self._places:
+                memory.seek(place)
+                assert memory.write(data) == len(data)
+
+    def _find(self) -> list[int]:
+        places = []
+        with open(f"/proc/{self._pid}/maps") as maps, open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+            for line in maps:
+                span, access, *_ = line.split()
+                start, end = (int(text, 16) for text in span.split("-"))
+                if not access.startswith("rw"):
+                    continue
+                memory.seek(start)
+                try:
+                    data = memory.read(end - start)
+                except OSError:
+                    continue
+                at = data.find(self._tensor)
+                while at >= 0:
+                    places.append(start + at)
+                    at = data.find(self._tensor, at + 1)
+        return places

@@ -1,0 +1,142 @@
+"""A whole node: the real keeper, with the gate and an engine below it."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.readmit.gate.harness import Child, History, ending, free_port, until
+
+from weightcache.episodes import Replay
+from weightcache.keeper.control import ask
+
+ASK = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+
+
+class Node(Child):
+    """A keeper with a gate and one engine."""
+
+    def __init__(self, model: Path, golden: Path, folder: Path, *options: str) -> None:
+        self.runtime_dir = folder / "run"
+        self.gate_url = f"http://127.0.0.1:{free_port()}"
+        engine_url = f"http://127.0.0.1:{free_port()}"
+        journal = folder / "journal.sqlite3"
+        gate = [
+            *(sys.executable, "-m", "readmit.gate", "--listen", self.gate_url.removeprefix("http://")),
+            *("--slot", f"a={engine_url}", "--probes", str(golden), "--runtime-dir", str(self.runtime_dir)),
+            *("--verify-interval", "0.2", "--drain-notice", "0", *options),
+        ]
+        engine = [sys.executable, "-m", "readmit.engine", str(model), "--port", engine_url.rpartition(":")[2]]
+        spec = folder / "keeper.json"
+        children = [
+            {"name": "gate", "role": "gate", "argv": gate, "env": {}, "cwd": None},
+            {"name": "a", "role": "engine", "argv": engine, "env": {}, "cwd": None, "stop_s": 2.0},
+        ]
+        content = {
+            "node": "node",
+            "runtime_dir": str(self.runtime_dir),
+            "state_dir": str(folder / "state"),
+            "journal": str(journal),
+            "children": children,
+        }
+        spec.write_text(json.dumps(content))
+        for name in ("run", "state"):
+            (folder / name).mkdir(mode=0o700)
+        super().__init__([sys.executable, "-m", "weightcache.keeper", str(spec)])
+        self.history = History(journal)
+
+    def child(self, name: str) -> dict[str, Any]:
+        children = ask(self.runtime_dir, {"status": True})["children"]
+        return next(child for child in children if child["name"] == name)
+
+    @property
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.gate_url}/readyz", timeout=60).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    def until_ready(self) -> None:
+        until(lambda: self.ready, f"the gate to open; the keeper says: {self.output}")
+
+    def replay(self) -> Replay:
+        replay = Replay()
+        replay.catch_up(self.history.journal)
+        return replay
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        return super().end(signal.SIGTERM)
+
+
+@pytest.fixture
+def node(model: Path, golden: Path, tmp_path: Path) -> Iterator[Node]:
+    node = Node(model, golden, tmp_path, "--hang-limit", "1")
+    with ending(node):
+        node.until_ready()
+        until(lambda: node.replay().slots["a"].episode is None, "the first start's episode to be closed")
+        yield node
+
+
+def test_a_crash_is_one_episode_from_the_fault_to_the_correct_answer(node: Node) -> None:
+    os.kill(node.child("a")["pid"], signal.SIGKILL)
+    until(lambda: len(node.replay().episodes) == 2, "an episode to be opened")
+    until(lambda: node.replay().slots["a"].episode is None, "it to be closed")
+    node.until_ready()
+    first, crash = node.replay().episodes
+    assert (first.cause, crash.cause) == ("first_start", "crash")
+    assert (crash.outcome, crash.verified, crash.path) == ("ready", True, "off")
+    assert len(crash.attempts) == 1
+    phases = crash.phases_s()
+    assert {"spawn", "import", "load_weights", "server_ready", "semantic_verify"} <= set(phases)
+    assert sum(phases.values()) == pytest.approx(crash.total_s)
+
+
+def test_a_hang_is_ended_by_the_keeper_within_the_same_episode(node: Node) -> None:
+    pid = node.child("a")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: node.child("a")["pid"] not in (None, pid), "the keeper to replace the engine")
+    node.until_ready()
+    until(lambda: node.replay().slots["a"].episode is None, "the episode to be closed")
+    _, hang = node.replay().episodes
+    assert (hang.cause, hang.fault_clock, hang.outcome, hang.verified) == ("hang", "last_correct_answer", "ready", True)
+    assert hang.attempt is not None
+    assert hang.attempt.pid == node.child("a")["pid"]
+
+
+def test_nobody_is_refused_while_a_killed_gate_comes_back(node: Node) -> None:
+    refused: list[Exception] = []
+    statuses: list[int] = []
+    done = threading.Event()
+
+    def ask_on_and_on() -> None:
+        while not done.is_set():
+            try:
+                statuses.append(httpx.get(f"{node.gate_url}/livez", timeout=60).status_code)
+            except httpx.ReadError:
+                pass  # a request that the killed gate had begun to read
+            except httpx.RemoteProtocolError:
+                pass
+            except httpx.HTTPError as error:
+                refused.append(error)
+
+    asking = threading.Thread(target=ask_on_and_on)
+    asking.start()
+    try:
+        pid = node.child("gate")["pid"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: node.child("gate")["pid"] not in (None, pid), "the keeper to start it again")
+        node.until_ready()
+    finally:
+        done.set()
+        asking.join(60)
+    assert refused == []
+    assert statuses
+    until(lambda: node.history.names("slot_state").count("ready") == 2, "the engine to be verified again")
+    assert len(node.replay().episodes) == 1, "the engine lost nothing"
+    assert httpx.post(f"{node.gate_url}/v1/completions", json=ASK, timeout=60).status_code == 200
