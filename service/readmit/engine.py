@@ -7,6 +7,7 @@ through `weightcache.integrations.transformers`.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except WeightCacheError as error:
         print(f"readmit engine: {error}", file=sys.stderr)
         sys.exit(os.EX_CONFIG if isinstance(error, CheckpointError | ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
@@ -119,13 +122,19 @@ def warm_up(generator: "Generator") -> None:
 
 def _told(outcome: "Outcome") -> str:
     """Where the weights came from, in a sentence."""
+    mapped = f"mapped {outcome.bytes / 1e6:.0f} MB of resident weights, generation {outcome.generation}"
     if outcome.path == "hit":
-        return f"mapped {outcome.bytes / 1e6:.0f} MB of resident weights, generation {outcome.generation}"
+        return mapped
     if outcome.path == "off":
         return "loaded weights from disk; the weight cache is off"
-    kept = f"published as generation {outcome.generation}" if outcome.generation else "kept private"
-    because = f" ({outcome.private_because})" if outcome.private_because else ""
-    return f"loaded weights from disk, {kept}{because}. Reason {outcome.reason}: {outcome.message}"
+    if outcome.generation is None:
+        because = f" ({outcome.private_because})" if outcome.private_because else ""
+        done = f"loaded weights from disk and kept them private{because}"
+    elif "publish" in outcome.phases:
+        done = f"loaded weights from disk and published them as generation {outcome.generation}"
+    else:
+        done = f"waited for a load, then {mapped}"
+    return f"{done}. Reason {outcome.reason}: {outcome.message}"
 
 
 def _parser() -> argparse.ArgumentParser:

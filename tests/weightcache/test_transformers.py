@@ -143,6 +143,13 @@ def test_a_dtype_that_is_none_is_refused(llama: Path, dtype: str) -> None:
     assert caught.value.reason == "dtype"
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_none_is_refused(llama: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=device) as caught:
+        from_pretrained(llama, device=device)
+    assert caught.value.reason == "device"
+
+
 def test_a_tensor_that_is_in_no_file_is_named(llama: Path) -> None:
     drop(llama, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as caught:

@@ -66,14 +66,14 @@ def from_pretrained(
 
     Raises:
         CheckpointError: the files are missing, damaged, or not what the architecture needs.
-        ConfigError: ``architecture``, where transformers cannot build the model; ``dtype``.
+        ConfigError: ``architecture``, where transformers cannot build the model; ``dtype``; ``device``.
         CacheMiss: the policy for the reason of a miss is to fail.
     """
     journal = journal or Journal.from_environment()
     folder = path if isinstance(path, Folder) else Folder.open(path)
+    place = _device(device)
     with journal.phase("load_weights.skeleton"):
         model = skeleton(folder, dtype)
-    place = torch.device(device)
     digest = None
     if mode != "off":
         with journal.phase("load_weights.match"):
@@ -202,6 +202,22 @@ def _dtype(wanted: torch.dtype | str) -> torch.dtype:
             expected="a name such as bfloat16",
             found=repr(wanted),
         )
+    return found
+
+
+def _device(wanted: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(wanted)
+        if found.type == "cuda":
+            torch.cuda.get_device_capability(found)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise ConfigError(
+            "device",
+            f"torch cannot use the device {wanted}",
+            expected="cpu, or a CUDA device of this machine such as cuda:0",
+            found=str(error).splitlines()[0],
+            remedy="Check the driver, CUDA_VISIBLE_DEVICES and that this torch was built with CUDA",
+        ) from error
     return found
 
 
