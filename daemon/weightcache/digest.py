@@ -54,8 +54,8 @@ def tensor_memory(tensor: "torch.Tensor") -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def new_hash() -> "blake3":
-    """A hash that takes as many threads as the bytes of an update are worth."""
+def new_hash(threads: int | None = None) -> "blake3":
+    """A hash on so many threads, by default as many as the bytes of an update are worth."""
     from blake3 import blake3
 
-    return blake3(max_threads=blake3.AUTO)
+    return blake3(max_threads=blake3.AUTO if threads is None else threads)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.fixtures import checkpoints
 
-from weightcache.checkpoint import Checkpoint
+from weightcache.checkpoint import Checkpoint, reader
 from weightcache.checkpoint.reader import CHUNK_BYTES, hash_files
 from weightcache.digest import TensorDigest, checkpoint_digest, tensor_digest
 from weightcache.errors import CheckpointError
@@ -112,7 +112,10 @@ def test_a_file_replaced_after_the_preflight_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "reason"), [(1000, "truncated"), (None, "changed")])
-def test_a_file_written_during_the_read_is_refused(tmp_path: Path, keep: int | None, reason: str) -> None:
+def test_a_file_written_during_the_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int | None, reason: str
+) -> None:
+    monkeypatch.setattr(reader, "AHEAD_BYTES", 0)
     folder = checkpoints.plain(tmp_path / "t")
     checkpoint = Checkpoint.open(folder)
     reading = checkpoint.read()

@@ -1,23 +1,43 @@
-"""The reader: every byte of a checkpoint once, into private memory, its digest computed on the way."""
+"""The reader: every byte of a checkpoint once, into private memory, its digest computed on the way.
 
+Several threads read and hash a tensor each, some way ahead of whoever takes them, without the interpreter lock.
+"""
+
+import ctypes
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from weightcache.checkpoint.header import DTYPES, TensorInfo
 from weightcache.checkpoint.preflight import Checkpoint
 from weightcache.checkpoint.refusal import reading, refusal
-from weightcache.checkpoint.stamp import stamp_open
+from weightcache.checkpoint.stamp import Stamp, stamp_open
 from weightcache.digest import TensorDigest, checkpoint_digest, new_hash, tensor_memory
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES: Final = 8 << 20
-"""Read and hashed in turn: enough for several threads of the hash, and still in a processor's cache by then."""
+Result = TypeVar("Result")
 
-Allocate = Callable[[int], memoryview]
+CHUNK_BYTES: Final = 1 << 20
+"""Read and hashed in turn: small enough to still be in a processor's cache when it is hashed."""
+
+AHEAD_BYTES: Final = 1 << 30
+"""Memory that tensors take which are read before they are taken."""
+
+MAX_THREADS: Final = 16
+"""More do not read faster from one disk."""
+
+
+_HUGE_PAGE: Final = 2 << 20
+_MADV_HUGEPAGE: Final = 14
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def read_tensors(checkpoint: Checkpoint) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -31,14 +51,19 @@ def read_tensors(checkpoint: Checkpoint) -> "Iterator[tuple[str, torch.Tensor]]"
     """
     import torch
 
-    buffers: list[torch.Tensor] = []
+    def read(shard: _Shard, info: TensorInfo) -> tuple[bytes, torch.Tensor]:
+        buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        _want_huge_pages(buffer.data_ptr(), info.nbytes)
+        memory = tensor_memory(buffer)
+        digest = new_hash(threads=1)
+        for at in range(0, info.nbytes, CHUNK_BYTES):
+            chunk = memory[at : at + CHUNK_BYTES]
+            shard.read(info.begin + at, chunk)
+            digest.update(chunk)
+        return digest.digest(), buffer
 
-    def allocate(nbytes: int) -> memoryview:
-        buffers[:] = [torch.empty(nbytes, dtype=torch.uint8)]
-        return tensor_memory(buffers[0])
-
-    for name, info in _pass_over(checkpoint, allocate):
-        yield name, _shaped(buffers.pop(), name, info)
+    for name, info, buffer in _pass_over(checkpoint, read):
+        yield name, _shaped(buffer, name, info)
 
 
 def hash_files(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> str:
@@ -49,11 +74,22 @@ def hash_files(checkpoint: Checkpoint, progress: Callable[[int], None] | None = 
         progress: called with the number of bytes read so far, tensor by tensor.
 
     Raises:
-        CheckpointError: as `read_tensors`.
+        CheckpointError: ``changed``, ``truncated`` or ``unreadable``.
     """
-    memory = memoryview(bytearray(CHUNK_BYTES))
+    local = threading.local()
+
+    def read(shard: _Shard, info: TensorInfo) -> tuple[bytes, None]:
+        if not hasattr(local, "memory"):
+            local.memory = memoryview(bytearray(CHUNK_BYTES))
+        digest = new_hash(threads=1)
+        for at in range(info.begin, info.end, CHUNK_BYTES):
+            chunk = local.memory[: info.end - at]
+            shard.read(at, chunk)
+            digest.update(chunk)
+        return digest.digest(), None
+
     done = 0
-    for _, info in _pass_over(checkpoint, lambda nbytes: memory):
+    for _, info, _ in _pass_over(checkpoint, read):
         done += info.nbytes
         if progress is not None:
             progress(done)
@@ -61,50 +97,99 @@ def hash_files(checkpoint: Checkpoint, progress: Callable[[int], None] | None = 
     return checkpoint.digest
 
 
-def _pass_over(checkpoint: Checkpoint, allocate: Allocate) -> Iterator[tuple[str, TensorInfo]]:
-    """Read and hash tensor after tensor. Memory shorter than a tensor is used again for each of its chunks."""
-    stamps = {file.name: file for file in checkpoint.files}
-    digests: list[TensorDigest] = []
-    for name, tensors in groupby(checkpoint.tensors.items(), key=lambda item: item[1].file):
-        path = checkpoint.folder.locate(name)
+class _Shard:
+    """An open weight file that is the one the preflight saw."""
+
+    def __init__(self, path: str, stamp: Stamp) -> None:
+        self.path = path
+        self.stamp = stamp
         with reading(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if stamp_open(descriptor, name, path) != stamps[name]:
-                raise _changed(path)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            for tensor, info in tensors:
-                digest = _fill(descriptor, path, info, allocate(info.nbytes))
-                digests.append(TensorDigest(tensor, info.dtype, info.shape, digest))
-                yield tensor, info
-            if stamp_open(descriptor, name, path) != stamps[name]:
-                raise _changed(path)
-        finally:
-            os.close(descriptor)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def check_unchanged(self) -> None:
+        if stamp_open(self.descriptor, self.stamp.name, self.path) != self.stamp:
+            raise refusal(
+                "changed",
+                f"{self.path} changed while it was in use",
+                expected="the file that was checked",
+                found="another size, inode or time stamp",
+                remedy="Do not write to a checkpoint in use; start again",
+                file=self.path,
+            )
+
+    def read(self, at: int, memory: memoryview) -> None:
+        """Fill `memory` from byte `at` of the file on."""
+        filled = 0
+        while filled < len(memory):
+            with reading(self.path):
+                count = os.preadv(self.descriptor, [memory[filled:]], at + filled)
+            if count == 0:
+                raise refusal(
+                    "truncated",
+                    f"{self.path} ended while it was read",
+                    expected=f"{self.stamp.size} bytes",
+                    found=f"{at + filled} bytes",
+                    remedy="Do not write to a checkpoint in use; download it again",
+                    file=self.path,
+                )
+            filled += count
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def _pass_over(
+    checkpoint: Checkpoint, read: Callable[[_Shard, TensorInfo], tuple[bytes, Result]]
+) -> Iterator[tuple[str, TensorInfo, Result]]:
+    """Read every tensor, several at once, in order; `read` gives a tensor's hash and what is wanted of it."""
+    digests: list[TensorDigest] = []
+    by_file = groupby(checkpoint.tensors.items(), key=lambda item: item[1].file)
+    stamps = {stamp.name: stamp for stamp in checkpoint.files}
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "checkpoint") as pool:
+        for file, tensors in by_file:
+            shard = _Shard(checkpoint.folder.locate(file), stamps[file])
+            try:
+                shard.check_unchanged()
+                with closing(_read_ahead(pool, shard, tensors, read)) as results:
+                    for name, info, (digest, result) in results:
+                        digests.append(TensorDigest(name, info.dtype, info.shape, digest))
+                        yield name, info, result
+                shard.check_unchanged()
+            finally:
+                shard.close()
     checkpoint.digest = checkpoint_digest(digests)
 
 
-def _fill(descriptor: int, path: str, info: TensorInfo, memory: memoryview) -> bytes:
-    """Read a tensor's bytes to `memory`; returns their hash."""
-    digest = new_hash()
-    at = info.begin
-    while at < info.end:
-        start = (at - info.begin) if len(memory) >= info.nbytes else 0
-        chunk = memory[start : start + min(CHUNK_BYTES, info.end - at)]
-        with reading(path):
-            count = os.preadv(descriptor, [chunk], at)
-        if count == 0:
-            raise refusal(
-                "truncated",
-                f"{path} ended while it was read",
-                expected=f"{info.end} bytes",
-                found=f"{at} bytes",
-                remedy="Do not write to a checkpoint in use",
-                file=path,
-            )
-        digest.update(chunk[:count])
-        at += count
-    return digest.digest()
+def _read_ahead(
+    pool: ThreadPoolExecutor,
+    shard: _Shard,
+    tensors: Iterable[tuple[str, TensorInfo]],
+    read: Callable[[_Shard, TensorInfo], tuple[bytes, Result]],
+) -> Generator[tuple[str, TensorInfo, tuple[bytes, Result]], None, None]:
+    ahead: deque[tuple[str, TensorInfo, Future[tuple[bytes, Result]]]] = deque()
+    ahead_bytes = 0
+    try:
+        for name, info in tensors:
+            while ahead and ahead_bytes + info.nbytes > AHEAD_BYTES:
+                ready, known, future = ahead.popleft()
+                ahead_bytes -= known.nbytes
+                yield ready, known, future.result()
+            ahead.append((name, info, pool.submit(read, shard, info)))
+            ahead_bytes += info.nbytes
+        while ahead:
+            ready, known, future = ahead.popleft()
+            yield ready, known, future.result()
+    finally:  # the file is closed next: nobody may still read from it
+        left = [future for _, _, future in ahead if not future.cancel()]
+        wait(left)
+
+
+def _want_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for fewer and larger page faults, which cost as much as the copy does. The kernel may decline."""
+    begin, end = -(-address // _HUGE_PAGE) * _HUGE_PAGE, (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    if begin < end:
+        _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
 
 
 def _shaped(buffer: "torch.Tensor", name: str, info: TensorInfo) -> "torch.Tensor":
@@ -123,14 +208,3 @@ def _shaped(buffer: "torch.Tensor", name: str, info: TensorInfo) -> "torch.Tenso
         )
     shape = info.shape if DTYPES[info.dtype].bits >= 8 else (*info.shape[:-1], info.shape[-1] // 2)
     return buffer.view(dtype).reshape(shape)
-
-
-def _changed(path: str) -> Exception:
-    return refusal(
-        "changed",
-        f"{path} changed while it was in use",
-        expected="the file that was checked",
-        found="another size, inode or time stamp",
-        remedy="Do not write to a checkpoint in use; start again",
-        file=path,
-    )
