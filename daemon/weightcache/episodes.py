@@ -82,12 +82,12 @@ class Attempt:
                 results[lookup.rank] = lookup.result
         if not results:
             return "unknown"
-        ranks = {interval.rank or 0 for interval in self.phases if interval.name == "load_weights"}
         kinds = set(results.values())
         if len(kinds) > 1:
             return "partial" if "hit" in kinds else "miss"
-        if "hit" in kinds and ranks - set(results):
-            return "unknown"  # some rank has yet to say, or died before it could
+        if "hit" in kinds:
+            ranks = {interval.rank or 0 for interval in self.phases if interval.name == "load_weights"}
+            return "unknown" if ranks - set(results) else "hit"  # some rank has yet to say, or died before it could
         return kinds.pop()
 
     @property

@@ -1,0 +1,159 @@
+"""What telemetry costs: an append to the journal, a daemon's replay of the past, a scrape.
+
+A scrape must cost the same after 100,000 recoveries as after 10, and an append must be nothing beside a phase.
+
+    python benchmarks/telemetry.py [--json OUT] [--episodes 100000] [--appends 20000] [--scrapes 300]
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weightcache.journal import Context, Journal, boot_id, boottime_ns
+from weightcache.journal.database import INSERT, Row, connect
+from weightcache.telemetry import Telemetry
+
+SECOND = 1_000_000_000
+PHASES = ("spawn", "import", "load_weights", "graph_capture", "semantic_verify")
+
+
+class Residents:
+    """An empty registry."""
+
+    capacity = None
+    resident_bytes = 0
+    leases = 0
+    generations: dict[str, Any] = {}  # noqa: RUF012 - read only
+    claims: tuple[()] = ()
+
+
+def past(episodes: int) -> Iterator[Row]:
+    """The events of recoveries of two slots, every tenth a miss."""
+    boot, end, wall = boot_id(), boottime_ns(), time.time_ns()
+    start = end - episodes * SECOND
+    for number in range(episodes):
+        slot, id_, begin = "ab"[number % 2], f"{number:032x}", start + number * SECOND
+        missed = number % 10 == 0
+
+        def row(offset_ms: int, kind: str, name: str = "", rank: int | None = None, **facts: object) -> Row:
+            at = begin + offset_ms * 1_000_000  # noqa: B023 - used within this turn of the loop
+            where = ("node", slot, id_, 1, rank)  # noqa: B023
+            return (boot, at, wall - end + at, *where, kind, name, json.dumps(facts))
+
+        yield row(0, "episode_open", "crash", fault_boottime_ns=begin, fault_clock="exit")
+        yield row(1, "attempt_start")
+        for place, phase in enumerate(PHASES):
+            yield row(10 + 100 * place, "phase_begin", phase, rank=0)
+            if phase == "load_weights":
+                facts = {"reason": "fingerprint", "detail": "torch_version"} if missed else {}
+                yield row(250, "lookup", "miss" if missed else "hit", rank=0, **facts)
+            yield row(100 + 100 * place, "phase_end", phase, rank=0)
+        yield row(600, "attempt_end", "ready")
+        yield row(601, "episode_close", "ready", verified=True)
+
+
+def appends(folder: Path, count: int) -> dict[str, float]:
+    """Microseconds of single appends."""
+    journal = Journal(folder / "appends.sqlite3", Context("node", "a", "e" * 32, 1, 0))
+    took = []
+    for _ in range(count):
+        began = time.perf_counter_ns()
+        journal.append("phase_begin", "load_weights")
+        took.append((time.perf_counter_ns() - began) / 1e3)
+    journal.close()
+    return {"append_median_us": statistics.median(took), "append_p99_us": statistics.quantiles(took, n=100)[98]}
+
+
+def exporter(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:
+    """A daemon's exporter started on a journal with so many past recoveries."""
+    path = folder / f"{episodes}.sqlite3"
+    connection = connect(path)
+    connection.execute("BEGIN")
+    connection.executemany(INSERT, past(episodes))
+    connection.execute("COMMIT")
+    (events,) = connection.execute("SELECT count(*) FROM events").fetchone()
+    connection.close()
+    # What was exported before the restart is not exported again.
+    folder.joinpath(f"{episodes}.jsonl.position").write_text(str(events))
+    journal = Journal(path, checkpoints=True)
+    telemetry = Telemetry(journal, Residents(), "127.0.0.1:0", folder / f"{episodes}.jsonl", environ={})
+    telemetry.start()
+    began = time.perf_counter()
+    telemetry.step()
+    replay_s = time.perf_counter() - began
+    took, body = [], b""
+    for _ in range(scrapes):
+        began = time.perf_counter()
+        with urllib.request.urlopen(f"http://127.0.0.1:{telemetry.port}/metrics") as response:
+            body = response.read()
+        took.append(1e3 * (time.perf_counter() - began))
+    telemetry.close()
+    journal.close()
+    return {
+        "episodes": episodes,
+        "events": events,
+        "replay_s": replay_s,
+        "scrape_median_ms": statistics.median(took),
+        "scrape_p99_ms": statistics.quantiles(took, n=100)[98],
+        "series": sum(not line.startswith(b"#") for line in body.splitlines()),
+        "body_kib": len(body) / 1024,
+        "resident_mib": resident_mib(),
+    }
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def in_child(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:
+    """The same in a process of its own, whose memory then is the exporter's alone."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, json.dumps(exporter(folder, episodes, scrapes)).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(said))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--json", type=Path, help="write the figures there too")
+    options.add_argument("--episodes", type=int, default=100_000)
+    options.add_argument("--appends", type=int, default=20_000)
+    options.add_argument("--scrapes", type=int, default=300)
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        few, many = (in_child(folder, count, chosen.scrapes) for count in (10, chosen.episodes))
+        writing = appends(folder, chosen.appends)
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()}
+    result = {"machine": machine, "python": platform.python_version(), **writing, "exporter": [few, many]}
+    table = Table(title="Telemetry", box=None)
+    for column in ("", f"after {few['episodes']} recoveries", f"after {many['episodes']:,} recoveries"):
+        table.add_column(column, justify="right" if column else "left")
+    for figure in few:
+        table.add_row(figure, f"{few[figure]:,.2f}", f"{many[figure]:,.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"append: median {writing['append_median_us']:.1f} us, p99 {writing['append_p99_us']:.1f} us")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
