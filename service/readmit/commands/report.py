@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console, RenderableType
+from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
@@ -74,19 +75,19 @@ def show(report: Report, console: Console) -> None:
 
 
 def _sections(report: Report) -> Iterator[RenderableType]:
-    yield _paths(report)
+    yield _titled("From the fault to the first correct answer", _paths(report))
     yield _hit_rate(report)
     if report.reasons:
-        yield _reasons(report)
+        yield _titled("Why resident weights were missed", _reasons(report))
     if report.groups:
-        yield _phases(report.groups)
+        yield _titled("Where the time goes: mean seconds and share", _phases(report.groups))
         yield _amdahl(report)
-    yield _clocks(report)
+    yield _titled("Engine recovery, by slot", _clocks(report))
     yield _outages(report)
     if report.open:
-        yield _open(report)
+        yield _titled("Open now", _open(report))
     if report.dead:
-        yield _dead(report)
+        yield _titled("Engines that ended", _dead(report))
     if report.spool_bytes:
         yield f"{report.spool_bytes} bytes of events wait to be merged into the journal, and are not in here."
 
@@ -98,16 +99,19 @@ def _seconds(text: str) -> int:
     return int(match[1]) * _UNITS_S[match[2]]
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     return table
 
 
+def _titled(title: str, table: Table) -> RenderableType:
+    return Lines(Text(title, style="bold"), table)
+
+
 def _paths(report: Report) -> Table:
-    columns = ("path", "n", "open", "late", "limit", "worst", *_SHOWN_QUANTILES)
-    table = _table("From the fault to the first correct answer", *columns)
+    table = _table("path", "n", "open", "late", "limit", "worst", *_SHOWN_QUANTILES)
     for path in report.paths:
         outcomes = ", ".join(f"{n} {outcome}" for outcome, n in path.outcomes.items() if outcome != "ready")
         n = f"{path.closed}" + (f" ({outcomes})" if outcomes else "")
@@ -127,7 +131,7 @@ def _hit_rate(report: Report) -> str:
 
 
 def _reasons(report: Report) -> Table:
-    table = _table("Why resident weights were missed", "reason", "recoveries", "attaches")
+    table = _table("reason", "recoveries", "attaches")
     table.add_column("what to do", overflow="fold")
     for it in report.reasons:
         reason = f"{it.reason} / {it.detail}" if it.detail else it.reason
@@ -139,7 +143,7 @@ def _reasons(report: Report) -> Table:
 
 def _phases(groups: list[Group]) -> Table:
     heads = [f"{group.path} (n={group.n})\n{_state(group)}" for group in groups]
-    table = _table("Where the time goes, mean seconds and share", "phase", *heads)
+    table = _table("phase", *heads)
     parts = {name for group in groups for name in group.parts}
     for phase in (*PHASES, UNATTRIBUTED):
         if any(phase in group.phases for group in groups):
@@ -177,7 +181,7 @@ def _amdahl(report: Report) -> str:
 
 
 def _clocks(report: Report) -> Table:
-    table = _table("Engine recovery, by slot", "slot", "not ready", "observed", "ready")
+    table = _table("slot", "not ready", "observed", "ready")
     for slot in report.slots:
         ratio = 1 - slot.unready_s / slot.observed_s if slot.observed_s else 0.0
         table.add_row(slot.slot, _s(slot.unready_s), _s(slot.observed_s), f"{ratio:.3%}")
@@ -193,7 +197,7 @@ def _outages(report: Report) -> str:
 
 
 def _open(report: Report) -> Table:
-    table = _table("Open now", "episode", "slot", "cause", "age", "attempts", "phase", "path", "")
+    table = _table("episode", "slot", "cause", "age", "attempts", "phase", "path", "")
     for it in report.open:
         path = f"{it.path} ({it.reason})" if it.reason else it.path
         late = "late" if it.late else ""
@@ -203,7 +207,7 @@ def _open(report: Report) -> Table:
 
 
 def _dead(report: Report) -> Table:
-    table = _table("Engines that ended", "episode", "slot", "attempt", "outcome", "status", "last words")
+    table = _table("episode", "slot", "attempt", "outcome", "status", "last words")
     for it in report.dead[-10:]:
         status = f"signal {it.signal}" if it.signal else f"exit {it.exit_code}" if it.exit_code is not None else "-"
         table.add_row(it.episode[:8], it.slot, str(it.attempt), it.outcome, status, it.output or "-")
