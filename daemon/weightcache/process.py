@@ -59,7 +59,10 @@ class Process:
 
     @classmethod
     def open(cls, pid: int, start_ticks: int | None = None) -> "Process | None":
-        """The process with this pid, if it also started at ``start_ticks``; None when it is gone."""
+        """The process with this pid, if it also started at ``start_ticks``; None when it has been reaped.
+
+        A zombie is still there: its pidfd is readable at once.
+        """
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:

@@ -8,6 +8,8 @@ import array
 import os
 import select
 import socket
+import threading
+import time
 from collections.abc import MutableMapping, Sequence
 from typing import Final
 
@@ -18,6 +20,7 @@ FDS_PER_MESSAGE: Final = 253
 """SCM_MAX_FD of the kernel: it refuses a message with more descriptors."""
 SEND_LIMIT_S: Final = 5.0
 """How long a send waits for room in the manager's queue, which a stopped manager no longer empties."""
+RETRY_S: Final = 0.5
 
 
 class Notifier:
@@ -26,8 +29,8 @@ class Notifier:
     Args:
         address: ``NOTIFY_SOCKET``'s value: a path, or ``@name`` in the abstract namespace; None for no manager.
 
-    What is sent returns whether it reached the manager's queue: False without a manager, or while it is dead. A
-    manager that comes back asks by SIGHUP for all descriptors again, so False needs no retry.
+    What is sent returns whether it reached the manager's queue: False without a manager, or while it is dead. Nothing
+    need be sent again: a keeper that comes back asks by SIGHUP for all descriptors.
 
     Raises:
         ConfigError: ``notify_socket``, when the address is of a kind we do not speak.
@@ -55,13 +58,19 @@ class Notifier:
         return self._address is not None
 
     def ready(self, status: str = "", *, main_pid: int | None = None) -> bool:
-        """Say that the service is up; ``main_pid`` where it is not the process that the manager started."""
+        """Say that the service is up; ``main_pid`` where it is not the process that the manager started.
+
+        A manager that is dead just now is told once it is back: nobody else will tell it.
+        """
         fields = ["READY=1"]
         if status:
             fields.append(f"STATUS={_line(status)}")
         if main_pid is not None:
             fields.append(f"MAINPID={main_pid}")
-        return self._send(*fields)
+        sent = self._send(*fields)
+        if self.active and not sent:
+            threading.Thread(target=self._insist, args=fields, name="sdnotify", daemon=True).start()
+        return sent
 
     def status(self, text: str) -> bool:
         """Give one line for people."""
@@ -112,6 +121,10 @@ class Notifier:
             return bool(poller.poll(timeout_s * 1000)) and self._reachable()
         finally:
             os.close(ours)
+
+    def _insist(self, *fields: str) -> None:
+        while not self._send(*fields):
+            time.sleep(RETRY_S)
 
     def _send(self, *fields: str, fds: Sequence[int] = ()) -> bool:
         if self._address is None:

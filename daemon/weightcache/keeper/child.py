@@ -38,8 +38,12 @@ class Child:
     def __init__(self, spec: ChildSpec, loop: Loop, notify: NotifySocket, slot: Slot | None) -> None:
         self.spec = spec
         self.slot = slot
-        self.state = "stopped"
+        self.state = "waiting"
         self.process: Process | None = None
+        self.leader: tuple[int, int] | None = None
+        """pid and start time of the process, until nothing of its session is left."""
+        self.inherited: ChildRecord | None = None
+        """What the predecessor left, until it is taken over."""
         self.launch: Launch | None = None
         self.output: Output | None = None
         self.timer: Timer | None = None
@@ -113,7 +117,9 @@ class Child:
 
     def record(self) -> ChildRecord:
         """What a successor needs to know."""
-        pid, ticks = (self.process.pid, self.process.start_ticks) if self.process else (None, None)
+        if self.inherited is not None:
+            return self.inherited
+        pid, ticks = self.leader or (None, None)
         return ChildRecord(self.name, self.role, self.state, pid, ticks, self.ready, self.since_ns)
 
     @property
@@ -153,7 +159,7 @@ class Child:
 
     def began(self, process: Process, since_ns: int) -> None:
         """A process of this child exists."""
-        self.process, self.since_ns = process, since_ns
+        self.process, self.leader, self.since_ns = process, (process.pid, process.start_ticks), since_ns
         self.ready, self.error, self.status = False, None, ""
 
     def open_output(self, folder: Path) -> Output:
@@ -182,6 +188,7 @@ class Child:
         slot = self.slot
         return {
             **self.record()._asdict(),
+            "pid": self.process.pid if self.process else None,
             "status": self.status,
             "uptime_s": round((boottime_ns() - self.since_ns) / 1e9, 3) if self.process else None,
             "starts": self.starts,

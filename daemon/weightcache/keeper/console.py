@@ -8,11 +8,11 @@ _ATOMIC: Final = select.PIPE_BUF
 
 
 def say(text: str) -> None:
-    """Print a line on standard error, or drop it when nobody takes it at once.
+    """Print a line on standard error, or drop what nobody takes at once.
 
     A terminal stopped with Ctrl-S, or a pipe whose reader is busy, would hold up every recovery.
     """
-    offer(2, f"readmit: {text}\n".encode()[:_ATOMIC])
+    offer(2, f"readmit: {text}\n".encode())
 
 
 def offer(fd: int, data: bytes) -> int:

@@ -17,7 +17,7 @@ from weightcache.keeper.notify import NotifySocket
 from weightcache.keeper.session import SessionEnd
 from weightcache.keeper.slot import ORDERED_CAUSES, Slot
 from weightcache.keeper.spec import ChildSpec, KeeperSpec
-from weightcache.keeper.state import ChildRecord, KeeperState
+from weightcache.keeper.state import KeeperState
 from weightcache.paths import private_dir
 from weightcache.process import Exit, Process, reap_strangers
 from weightcache.sdnotify import Notifier
@@ -46,6 +46,7 @@ class Keeper:
         self._manager = Notifier.from_environment()
         self._stages: list[str] | None = None
         self._failed = False
+        self._interrupts = 0
         self.children = [self._child(child) for child in spec.children]
 
     def run(self) -> int:
@@ -69,44 +70,40 @@ class Keeper:
             self._journal.append("process", "exited", {"process": "keeper", "pid": predecessor})
         self._journal.append("process", "started", {"process": "keeper", "pid": os.getpid()})
         known = {child.name: child for child in self.children}
+        retired = []
+        # First all records, then deeds: whatever is saved meanwhile must be the whole truth for the next successor.
         for record in records:
-            child = known.pop(record.name, None)
-            if child is not None:
-                self._resume(child, record)
-            elif record.pid is not None:
-                self._retire(record)
-        for child in known.values():
+            if record.name not in known and record.pid is not None:
+                known[record.name] = self._child(ChildSpec(record.name, record.role, ("true",)))
+                retired.append(known[record.name])
+            if record.name in known:
+                known[record.name].inherited = record
+        self.children += retired
+        for child in self.children:
+            child.ordered = child in retired
             if child.slot is not None:
                 child.slot.resume()
-                child.slot.first_start()
-            self._start(child)
+            self._resume(child)
+        for child in retired:
+            if child.slot is not None:
+                child.slot.abandon("stopped")
+            if child.process is not None:
+                child.ordered = False
+                self._end(child, resumes=False)
 
-    def _retire(self, record: ChildRecord) -> None:
-        """End a child that the spec knows no more."""
-        child = self._child(ChildSpec(record.name, record.role, ("true",)))
-        self.children.append(child)
-        child.ordered = True
-        self._resume(child, record)
-        if child.slot is not None:
-            child.slot.abandon("stopped")
-        if child.process is not None:
-            child.ordered = False
-            self._end(child, resumes=False)
-
-    def _resume(self, child: Child, record: ChildRecord) -> None:
-        """Go on with a child where the predecessor left it."""
-        if child.slot is not None:
-            child.slot.resume()
-        if record.pid is None or record.start_ticks is None:
-            if record.state in ("failed", "stopped"):
+    def _resume(self, child: Child) -> None:
+        """Go on with a child where the predecessor left it, or start it."""
+        record, child.inherited = child.inherited, None
+        if record is None or record.pid is None or record.start_ticks is None:
+            if record is not None and record.state in ("failed", "stopped"):
                 child.state = record.state
                 return
             if child.slot is not None:
                 child.slot.first_start()
             self._start(child)
             return
+        child.leader, child.since_ns = (record.pid, record.start_ticks), record.since_ns
         child.open_output(self._output_dir)
-        child.since_ns = record.since_ns
         process = Process.open(record.pid, record.start_ticks)
         if process is None:
             self._ended(child, record.pid, record.start_ticks, boottime_ns())
@@ -200,7 +197,7 @@ class Keeper:
         if child.process is not None:
             child.process.close()
             child.process = None
-        say(f"{child.name}, pid {pid}, ended {status}" + (f": {child.error}" if child.error else ""))
+        say(f"{child.name}, pid {pid}, ended {child.error or status}")
         if child.slot is not None:
             ordered = child.ordered or self._stages is not None
             child.slot.exited(pid, ticks, status, at_ns, ordered=ordered, error=child.error)
@@ -211,11 +208,14 @@ class Keeper:
             child.output.keep_tail()
 
     def _cleared(self, child: Child, stuck: int) -> None:
+        child.leader = None
         if stuck:
             say(f"{child.name}: {stuck} of its processes do not die; going on without waiting for them")
         if self.spec.foreground:
             self._echo()
         self._next(child)
+        if self._stages is not None:
+            self._stop_next()
 
     def _next(self, child: Child, *, at_least_s: float = 0.0) -> None:
         """Decide what follows the end of a child: nothing, or another start after a pause."""
@@ -235,8 +235,6 @@ class Keeper:
                 slot.begin("backoff")
             self._start_after(child, pause)
         self._save()
-        if self._stages is not None:
-            self._stop_next()
 
     def _start_after(self, child: Child, seconds: float) -> None:
         if not seconds:
@@ -258,11 +256,10 @@ class Keeper:
         child.state = "failed"
         lines = b"".join(child.output.tail(LAST_LINES) if child.output else []).decode(errors="replace").rstrip()
         say(
-            f"{child.name} is given up: {slot.why_hopeless(child.last_exit)}, "
-            f"the last time {child.error or child.last_exit}. Its last lines of output"
-            + (f" ({child.output.path if child.output else 'none'}):\n{lines}" if lines else ": none")
+            f"{child.name} is given up: {slot.why_hopeless(child.last_exit)}. It ended {child.error or child.last_exit}"
+            + (f"; the last lines of {child.output.path if child.output else ''}:\n{lines}" if lines else " in silence")
         )
-        slot.abandon("restarts_exhausted")
+        slot.abandon("restarts_exhausted" if child.last_exit.code != os.EX_CONFIG else "configuration")
         if self.spec.foreground:
             self._failed = True
             self._stop()
@@ -283,16 +280,18 @@ class Keeper:
 
     def _kill(self, child: Child) -> None:
         if child.process is not None:
-            say(f"{child.name} did not end within {child.spec.stop_s:g} s of SIGTERM and is killed")
+            say(f"{child.name} has not ended after SIGTERM and is killed")
             child.process.send_signal(signal.SIGKILL)
 
     def _on_signal(self, number: int) -> None:
+        self._interrupts += number == signal.SIGINT
         if self._stages is None:
             say(f"{signal.Signals(number).name}: stopping")
             self._stop()
-        elif number == signal.SIGINT:  # somebody at a terminal does not want to wait
+        elif self._interrupts > 1:  # somebody at a terminal does not want to wait
             for child in self.children:
-                self._kill(child)
+                if self._stages[:1] == [child.role]:
+                    self._kill(child)
 
     def _stop(self) -> None:
         self._manager.stopping()

@@ -135,15 +135,17 @@ class Slot:
             about["status"] = "unknown: not a child of this keeper"
         if error:
             about["error"] = error
-        self._append("process", "exited", about, at_ns=at_ns)
+        if not self._told(pid, start_ticks):
+            self._append("process", "exited", about, at_ns=at_ns)
         if ordered:
             return
         cause, evidence = self.oom.verdict(exit_)
-        if self.is_open:
-            self._end_attempt("crashed", at_ns=at_ns, **status, **evidence)
-        else:
+        if not self.is_open:
             self._open(cause, at_ns, "exit", **evidence)
-        self._count(at_ns)
+            self._count(at_ns)
+        # A predecessor may have written down this death, and not lived to act on it.
+        elif self._end_attempt("crashed", at_ns=at_ns, **status, **evidence) or not self._faults:
+            self._count(at_ns)
         self.hopeless = self.hopeless or exit_.code == os.EX_CONFIG
         if not self.hopeless:
             self.begin("detect", at_ns=at_ns)
@@ -161,7 +163,7 @@ class Slot:
     def why_hopeless(self, exit_: Exit) -> str:
         """For people: why nobody tries again."""
         if exit_.code == os.EX_CONFIG:
-            return "it says that its settings or files cannot work"
+            return "by its exit code, trying again cannot help"
         return f"it ended {len(self._faults)} times within {self.spec.window_s:g} s without becoming ready"
 
     def backoff_s(self) -> float:
@@ -215,11 +217,21 @@ class Slot:
         self._append("episode_close", outcome, about)
         self._over = True
 
-    def _end_attempt(self, outcome: str, *, at_ns: int | None = None, **about: Any) -> None:
-        """End the present attempt, unless it has not begun or somebody has ended it already."""
+    def _end_attempt(self, outcome: str, *, at_ns: int | None = None, **about: Any) -> bool:
+        """End the present attempt; False if there is none, or somebody has ended it already."""
         condition = "kind = 'attempt_end' AND episode = ? AND attempt = ?"
-        if self.attempt and self._find(condition, self.episode, self.attempt) is None:
-            self._append("attempt_end", outcome, about, at_ns=at_ns)
+        if not self.attempt or self._find(condition, self.episode, self.attempt) is not None:
+            return False
+        self._append("attempt_end", outcome, about, at_ns=at_ns)
+        return True
+
+    def _told(self, pid: int, start_ticks: int) -> bool:
+        """Whether the end of a process is in the journal already."""
+        last = self._find("kind = 'process' AND name = 'exited'")
+        return last is not None and (last.attributes.get("pid"), last.attributes.get("start_ticks")) == (
+            pid,
+            start_ticks,
+        )
 
     def _number(self, phase: str) -> int:
         return self.attempt if phase == "spawn" else self.attempt + 1
