@@ -231,6 +231,15 @@ class TestFile:
         journal.merge_spools()
         assert {event.name for event in journal.events()} == {str(name) for name in range(6)}
 
+    def test_a_wal_that_was_moved_into_the_database_does_not_stay_large(self, path):
+        journal = Journal(path, checkpoints=True)
+        wal = path.with_name("journal.sqlite3-wal")
+        while not wal.exists() or wal.stat().st_size < 5 << 20:
+            journal.append("clock", attributes={"padding": "x" * 100_000})
+        journal.checkpoint()
+        journal.append("clock")
+        assert wal.stat().st_size <= 1 << 20
+
     def test_a_file_taken_away_is_noticed(self, path):
         journal = Journal(path)
         journal.append("clock", "lost")

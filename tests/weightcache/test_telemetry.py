@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import urllib.request
 from types import SimpleNamespace
 
@@ -84,6 +85,18 @@ def test_promtool_finds_nothing_to_complain_about(journal, telemetry):
     command = ["promtool", "check", "metrics"]
     result = subprocess.run(command, input=scrape(telemetry), capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_two_steps_at_once_count_once(journal, telemetry):
+    """A step that is still running when the daemon ends meets the last one."""
+    for number in range(1, 200):
+        recovery(episode=f"{number:032x}", slot=f"{number % 2}").tell(journal)
+    threads = [threading.Thread(target=telemetry.step) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert value(telemetry, "readmit_recoveries_total", path="hit", outcome="ready") == 199
 
 
 class TestRestart:

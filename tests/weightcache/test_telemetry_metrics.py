@@ -148,6 +148,12 @@ class TestFigures:
         assert books("readmit_cold_starts_total", reason="residency_lost", detail="gpu_lost") == 1
         assert books("weightcache_misses_total", reason="residency_lost", detail="gpu_lost") == 4
 
+    def test_an_end_that_two_processes_tell_of_counts_once(self):
+        story = Story(episode=None, slot=None)
+        for pid in (7, 7, 8):
+            story.say(pid, "process", "exited", process="daemon", pid=pid)
+        assert Books().tell(story)("readmit_process_exits_total", process="daemon") == 2
+
     def test_failure_tail_holds_the_worst_miss_whatever_its_outcome(self):
         later = miss(700, "3" * 32, outcome="abandoned", at=200)
         books = Books().tell(recovery(), miss(30, "2" * 32, at=150), later, now=1000)

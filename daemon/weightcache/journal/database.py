@@ -11,6 +11,9 @@ SCHEMA_VERSION: Final = 2
 BUSY_LIMIT_S: Final = 0.05
 """How long an append waits for another writer before it goes to the spool."""
 
+WAL_KEPT_BYTES: Final = 1 << 20
+"""What a WAL is cut to once it was moved into the database; it must be less than what makes `Journal` move it."""
+
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -78,6 +81,7 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous=NORMAL")
         # An append must not pay for moving the WAL into the database: `Journal.checkpoint` does it, in one process.
         connection.execute("PRAGMA wal_autocheckpoint=0")
+        connection.execute(f"PRAGMA journal_size_limit={WAL_KEPT_BYTES}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
             raise ConfigError(

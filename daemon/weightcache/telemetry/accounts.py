@@ -151,6 +151,7 @@ class Accounts:
         )
         self.worst = {path: Worst() for path in PATHS}
         self.availability = Availability()
+        self._last_exit: dict[str, tuple[str, object]] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Every family."""
@@ -189,10 +190,17 @@ class Accounts:
             case "probe", result:
                 self.probes.step(result)
             case "process", "exited":
-                process = event.attributes.get("process")
-                self.process_exits.step(process if process in PROCESSES else "other")
+                self._exit(event)
             case "process", ("started" | "readopted") as how if event.attributes.get("process") == "daemon":
                 self.daemon_starts.step(how)
+
+    def _exit(self, event: Event) -> None:
+        process = event.attributes.get("process")
+        member = process if process in PROCESSES else "other"
+        ended = (event.boot_id, event.attributes.get("pid"))
+        if self._last_exit.get(member) != ended:  # both a daemon and its keeper say that it ended
+            self.process_exits.step(member)
+        self._last_exit[member] = ended
 
     def _close(self, episode: Episode, replay: Replay) -> None:
         assert episode.outcome is not None

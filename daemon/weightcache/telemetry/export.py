@@ -65,6 +65,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self.registry.register(self._collector)
         ProcessCollector(registry=self.registry)
+        self._stepping = threading.Lock()
         self._sinks: list[Sink] | None = None
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._complaint = ""
@@ -96,21 +97,10 @@ class Telemetry:
 
     def step(self) -> None:
         """Take in what is new in the journal. What its storage refuses is said once and tried again the next time."""
-        complaint = ""
-        try:
-            try:
-                self._advance()
-            except sqlite3.Error as error:
-                if not is_damage(error):
-                    raise
-                self._salvage(error)
-                self._advance()
-        except (sqlite3.Error, ConfigError, OSError) as error:
-            complaint = str(error)
-            if isinstance(error, ConfigError):
-                self._collector.caught_up.set()  # nothing to wait for: only another release can read this journal
-            if complaint != self._complaint:
-                log.warning("the journal cannot be read: %s", error)
+        with self._stepping:
+            complaint = self._try_to_advance()
+        if complaint and complaint != self._complaint:
+            log.warning("the journal cannot be read: %s", complaint)
         self._complaint = complaint
         health = self._health
         health.spool_bytes, health.lost = self._journal.spool_bytes(), self._writer.lost
@@ -128,6 +118,23 @@ class Telemetry:
             thread.join()
             self._server = None
         self._journal.close()
+
+    def _try_to_advance(self) -> str:
+        """Feed what is new; returns what stood in the way."""
+        try:
+            try:
+                self._advance()
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                self._salvage(error)
+                self._advance()
+        except ConfigError as error:
+            self._collector.caught_up.set()  # nothing to wait for: only another release can read this journal
+            return str(error)
+        except (sqlite3.Error, OSError) as error:
+            return str(error)
+        return ""
 
     def _advance(self) -> None:
         with contextlib.suppress(sqlite3.OperationalError):  # busy: the spools wait, and their size says so
