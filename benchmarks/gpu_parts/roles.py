@@ -12,7 +12,7 @@ from gpu_parts import models
 from gpu_parts.processes import Talk, cuda_context
 from weightcache import client, messages
 from weightcache.arena import kinds
-from weightcache.attachment import check_digests
+from weightcache.attachment import Verification
 from weightcache.manifest import read
 from weightcache.protocol import Connection
 from weightcache.vocabulary import MISS_REASONS
@@ -119,7 +119,7 @@ def verify_again(talk: Talk, shape: models.Shape, where: torch.device, socket: P
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
-        check_digests(manifest, mapped)
+        Verification(manifest, mapped).finish()
         seconds.append(time.perf_counter() - began)
     return {"first_s": seconds[0], "again_s": seconds[1:]}
 
@@ -198,7 +198,7 @@ def stop_at(talk: Talk, shape: models.Shape, where: torch.device, part: str) -> 
     elif part == "verify":
         from weightcache import attachment
 
-        attachment.check_digests = stop
+        attachment.Verification.finish = stop  # type: ignore[method-assign]
     else:
         place = Binding.place_parameters
 

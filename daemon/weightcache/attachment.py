@@ -149,15 +149,17 @@ class Attachment:
         self._place(generation, manifest, descriptors[1:])
 
     def _place(self, generation: str, manifest: Manifest, chunks: list[int]) -> None:
+        share = kinds.verified_share(manifest) if self.verify is None else self.verify
         with self.part("map"):
             mapped = _map(manifest, chunks, self.device)
+            verification = Verification(manifest, mapped, share) if share > 0 else None
             tensors = mapped.views(manifest)
-        share = kinds.verified_share(manifest) if self.verify is None else self.verify
-        if share > 0:
-            with self.part("verify"):
-                check_digests(manifest, mapped, share)
         with self.part("bind"):
             binding = Binding(self.model, manifest, tensors)
+        if verification is not None:  # a GPU has been at it all the while
+            with self.part("verify"):
+                verification.finish()
+        with self.part("bind"):
             binding.place_parameters()
         with self.part("buffers"):
             binding.place_buffers()
@@ -184,32 +186,46 @@ class Attachment:
         return self.outcome
 
 
-def check_digests(manifest: Manifest, mapped: MappedArena, share: float = 1.0) -> None:
-    """Check mapped bytes against the digests taken at publish.
+class Verification:
+    """A check of mapped bytes against the digests taken at publish, under way from the start on a GPU.
 
     Args:
+        manifest: validated.
+        mapped: its arena.
         share: of the tensors, drawn anew each time; 1 checks every byte.
-
-    Raises:
-        ImportRejected: reason ``integrity``, naming the tensors that differ.
     """
-    rows: Sequence[int] = range(len(manifest))
-    if share < 1:
-        rows = sorted(random.sample(rows, min(len(rows), max(1, round(share * len(rows))))))
-    differing = [
-        manifest.names[row]
-        for row, found in zip(rows, mapped.digests(manifest, rows), strict=True)
-        if found != manifest.digest(row)
-    ]
-    if differing:
-        raise ImportRejected(
-            "integrity",
-            f"{len(differing)} of {len(manifest)} resident tensors are not what was published: {differing[0]}",
-            expected=f"{manifest.digest_algorithm} as published",
-            found="other bytes",
-            remedy="The generation is quarantined; load again from disk",
-            tensors=differing,
-        )
+
+    def __init__(self, manifest: Manifest, mapped: MappedArena, share: float = 1.0) -> None:
+        self._manifest = manifest
+        self._rows: Sequence[int] = range(len(manifest))
+        if share < 1:
+            count = min(len(self._rows), max(1, round(share * len(self._rows))))
+            self._rows = sorted(random.sample(self._rows, count))
+        self._digests = mapped.digests(manifest, self._rows)
+
+    def finish(self) -> None:
+        """Wait for it.
+
+        Raises:
+            ImportRejected: reason ``integrity``, naming the tensors that differ.
+        """
+        manifest, found, size = self._manifest, self._digests(), self._manifest.digest_size
+        if found == manifest.digests:
+            return
+        differing = [
+            manifest.names[row]
+            for number, row in enumerate(self._rows)
+            if found[number * size : (number + 1) * size] != manifest.digest(row)
+        ]
+        if differing:
+            raise ImportRejected(
+                "integrity",
+                f"{len(differing)} of {len(manifest)} resident tensors are not what was published: {differing[0]}",
+                expected=f"{manifest.digest_algorithm} as published",
+                found="other bytes",
+                remedy="The generation is quarantined; load again from disk",
+                tensors=differing,
+            )
 
 
 def _ask_for(

@@ -128,7 +128,7 @@ class _Recovery:
                     raise barred
                 if self.outcome.mode == "daemon":
                     ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
-                self._require_export()
+                self._require_export(prove=False)
                 self.attachment.map(0.0, None)
             except CacheMiss as miss:
                 self._miss(miss, load_command)
@@ -205,6 +205,7 @@ class _Recovery:
     def _claim(self, replace: bool) -> bool:
         attachment = self.attachment
         try:
+            self._require_export(prove=True)
             request = messages.Claim(config=attachment.config.to_dict(), bytes=self.load_bytes, replace=replace)
             attachment.connect().ask(request, messages.Claimed)
         except CacheMiss as refused:
@@ -228,11 +229,11 @@ class _Recovery:
     def _on_gpu(self) -> bool:
         return self.attachment.config.device_capability is not None
 
-    def _require_export(self) -> None:
+    def _require_export(self, *, prove: bool) -> None:
         if self._on_gpu:
             from weightcache.arena.cuda_vmm import require_export
 
-            require_export(self.attachment.device)
+            require_export(self.attachment.device, prove=prove)
 
     def _available(self) -> memory.Available:
         if self._on_gpu:

@@ -114,6 +114,6 @@ def _manifest(
         shared=plan.shared,
         digest_algorithm=arena.digest_algorithm,
         digest_size=arena.digest_size,
-        digests=b"".join(arena.digests([(row.offset, row.tensor) for row in plan.rows])),
+        digests=arena.digests([(row.offset, row.tensor) for row in plan.rows]),
         extras=dict(extras),
     )

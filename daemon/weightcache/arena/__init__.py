@@ -7,7 +7,7 @@ where; a descriptor is the handle in both cases and travels over a Unix socket.
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -38,8 +38,8 @@ class WritableArena(Protocol):
     def view(self, offset: int, like: "torch.Tensor") -> "torch.Tensor | None":
         """What takes the place of a tensor written to ``offset``, where there is no room for both; else None."""
 
-    def digests(self, rows: "Sequence[tuple[int, torch.Tensor]]") -> list[bytes]:
-        """The digest of each written tensor, given with its offset (or with what took its place)."""
+    def digests(self, rows: "Sequence[tuple[int, torch.Tensor]]") -> bytes:
+        """The digests, end to end, of written tensors, each given with its offset (or with what took its place)."""
 
     def seal(self) -> list[int]:
         """End writing; the descriptors (owned by the caller) that hold the bytes from now on, in order."""
@@ -57,5 +57,8 @@ class MappedArena(Protocol):
     def views(self, manifest: "Manifest") -> "list[torch.Tensor]":
         """One tensor for each row of the manifest, on the arena's bytes."""
 
-    def digests(self, manifest: "Manifest", rows: "Sequence[int]") -> list[bytes]:
-        """The digest of each of these rows, computed now from the mapped bytes."""
+    def digests(self, manifest: "Manifest", rows: "Sequence[int]") -> "Callable[[], bytes]":
+        """Begin to compute the digests of these rows from the mapped bytes; the call's result waits for them.
+
+        They come end to end, as a manifest keeps them. A GPU works on them while its process does something else.
+        """

@@ -14,11 +14,12 @@ On a GPU one Triton kernel takes all rows at once. Compiling it, and even lettin
 a process that finds it there imports no Triton. Where neither is there, plain torch does the same, slower.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -41,25 +42,29 @@ _ALIGNMENT: Final = 16
 _log = logging.getLogger("weightcache.arena.cuda_digest")
 
 
-def digests(arena: torch.Tensor, extents: Sequence[tuple[int, int]], driver: Driver | None = None) -> list[bytes]:
-    """The digest of each extent of an arena.
+def start(
+    arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], driver: Driver | None = None
+) -> Callable[[], bytes]:
+    """Begin to compute the digests of an arena's rows.
 
     Args:
         arena: uint8, one dimension; its length is a multiple of 8.
-        extents: first byte and size in bytes of each row.
+        offsets: first byte of each row.
+        sizes: bytes of each row.
         driver: where the arena's kernels run; None computes with torch, on whatever device the arena is.
 
     Returns:
-        `SIZE` bytes each.
+        A function that waits for them: `SIZE` bytes each, end to end. A GPU works on them meanwhile.
     """
+    columns = torch.tensor([offsets, sizes], dtype=torch.int64)
     kernel = _kernel(driver, arena) if driver is not None and arena.is_cuda else None
-    if kernel is None:
-        sums = torch.tensor([_sum(arena[start : start + size]) for start, size in extents], dtype=torch.int64)
-    else:
-        sums = kernel.sums(arena, extents)
-    sizes = torch.tensor([size for _, size in extents], dtype=torch.int64)
-    content = _mix(sums ^ (sizes * _signed(_GOLDEN))).numpy().astype("<i8", copy=False).tobytes()
-    return [content[at : at + SIZE] for at in range(0, len(content), SIZE)]
+    sums = functools.partial(_sums, arena, offsets, sizes) if kernel is None else kernel.start(arena, *columns)
+
+    def finish() -> bytes:
+        content: bytes = _mix(sums() ^ (columns[1] * _signed(_GOLDEN))).numpy().astype("<i8", copy=False).tobytes()
+        return content
+
+    return finish
 
 
 def prepare(driver: Driver, device: int) -> bool:
@@ -68,6 +73,11 @@ def prepare(driver: Driver, device: int) -> bool:
 
 
 # -- in torch -------------------------------------------------------------------------------------------------------
+
+
+def _sums(arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    rows = (arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+    return torch.tensor([_sum(row) for row in rows], dtype=torch.int64)
 
 
 def _sum(row: torch.Tensor) -> int:
@@ -120,30 +130,34 @@ class Kernel:
         self._image = image
         self._function: Any = driver.load_function(image.code, image.name)
 
-    def sums(self, arena: torch.Tensor, extents: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The sum over each row's words, int64 on CPU."""
-        base, device = arena.data_ptr(), arena.device
+    def start(self, arena: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to sum each row's words; the function returned waits for the sums (int64, on the CPU)."""
+        device = arena.device
+        addresses = offsets + arena.data_ptr()
         moved = []
-        addresses = [base + start for start, _ in extents]
-        for row, (start, size) in enumerate(extents):
-            if (base + start) % _ALIGNMENT and size:
-                moved.append(torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device))
-                moved[-1][:size] = arena[start : start + size]
-                addresses[row] = moved[-1].data_ptr()
-        sizes = torch.tensor([size for _, size in extents], dtype=torch.int64)
+        for row in (addresses % _ALIGNMENT).nonzero().flatten().tolist():
+            size = int(sizes[row])
+            moved.append(torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device))
+            moved[-1][:size] = arena[int(offsets[row]) :][:size]
+            addresses[row] = moved[-1].data_ptr()
         tiles = (sizes + (_TILE_WORDS * 8 - 1)) // (_TILE_WORDS * 8)
         first_tiles = tiles.cumsum(0) - tiles
         total = int(tiles.sum())
-        tile_rows = torch.repeat_interleave(torch.arange(len(extents)), tiles, output_size=total)
-        table = torch.stack([torch.tensor(addresses, dtype=torch.int64), sizes, first_tiles, torch.zeros_like(sizes)])
-        on_device, rows_on_device = table.to(device), tile_rows.to(torch.int32).to(device)
+        tile_rows = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), tiles, output_size=total)
+        table = torch.stack([addresses, sizes, first_tiles, torch.zeros_like(sizes)])
+        on_device, rows_on_device = table.to(device), tile_rows.to(device)
         if total:
             pointers = [on_device[column].data_ptr() for column in range(3)]
             pointers += [rows_on_device.data_ptr(), on_device[3].data_ptr()]
             pointers += [0] * (self._image.parameters - len(pointers))
             stream = torch.cuda.current_stream(device).cuda_stream
             self._driver.launch(self._function, total, self._image.threads, self._image.shared, stream, pointers)
-        return on_device[3].cpu()  # waits for the kernel, so nothing above is freed too early
+        return functools.partial(_collect, on_device[3], on_device, rows_on_device, moved)
+
+
+def _collect(sums: torch.Tensor, *_read: object) -> torch.Tensor:
+    """The sums once the kernel has written them, and so has no more use for what it reads."""
+    return sums.cpu()
 
 
 _kernels: dict[tuple[int, int], Kernel | None] = {}
@@ -201,9 +215,11 @@ def _prove(kernel: Kernel, device: int) -> None:
     """
     generator = torch.Generator().manual_seed(1)
     content = torch.randint(0, 256, (_TILE_WORDS * 8 + 4096,), dtype=torch.uint8, generator=generator)
-    extents = [(0, content.numel()), (0, _TILE_WORDS * 8), (16, 0), (32, 13), (48, 8), (100, 1001)]
-    found = kernel.sums(content.to(torch.device("cuda", device)), extents).tolist()
-    expected = [_sum(content[start : start + size]) for start, size in extents]
+    offsets = [0, 0, 16, 32, 48, 100]
+    sizes = [content.numel(), _TILE_WORDS * 8, 0, 13, 8, 1001]
+    on_device = content.to(torch.device("cuda", device))
+    found = kernel.start(on_device, torch.tensor(offsets), torch.tensor(sizes))().tolist()
+    expected = _sums(content, offsets, sizes).tolist()
     if found != expected:
         raise AssertionError(f"the compiled digest kernel is wrong: expected {expected}, found {found}")
 

@@ -27,7 +27,7 @@ _PAGE: Final = 4096
 
 
 class Piece(NamedTuple):
-    """Bytes of a file and where they go: ``size`` bytes at ``offset`` of ``path`` to byte ``into`` of the GPU memory."""
+    """Bytes of a file and where they go: ``size`` of them, from ``offset`` in the file to byte ``into`` of the target."""
 
     path: Path
     offset: int
@@ -66,7 +66,7 @@ def fill(target: torch.Tensor, pieces: Iterable[Piece], *, threads: int = THREAD
     total = 0
     with contextlib.ExitStack() as files:
         for path, members in by_file.items():
-            around = page_cache_fraction([path]) < 0.5 if direct is None else direct
+            around = (page_cache_fraction([path]) or 0.0) < 0.5 if direct is None else direct
             descriptor = _open(path, around)
             files.callback(os.close, descriptor)
             for block in _blocks(path, members):
@@ -82,7 +82,7 @@ def _work_off(target: torch.Tensor, work: "queue.SimpleQueue[tuple[_Block, int]]
     def run() -> None:
         try:
             _Reader(target).run(work, failures)
-        except BaseException as error:  # raised again below, by the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised again below, by the thread that asked
             failures.append(error)
 
     readers = [threading.Thread(target=run, name=f"fill-{number}") for number in range(threads)]
@@ -100,8 +100,8 @@ class _Reader:
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
         self._buffers = [torch.empty(BLOCK_BYTES + 2 * _PAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._stream = torch.cuda.Stream(target.device)
-        self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def run(self, work: "queue.SimpleQueue[tuple[_Block, int]]", failures: Sequence[BaseException]) -> None:
         turn = 0

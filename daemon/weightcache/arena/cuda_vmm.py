@@ -8,10 +8,11 @@ A read-only mapping guards against accidents: a kernel that writes into it fails
 bytes stay. It does not guard against a process that takes the descriptor and maps it writable.
 """
 
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -24,6 +25,10 @@ from weightcache.manifest import ITEM_SIZES, Manifest
 KIND: Final = "cuda_vmm"
 CHUNK_BYTES: Final = 2 << 30
 """96 GiB in chunks of 2 GiB map in 6 ms, of 256 MiB in 25 ms; larger ones raise what a publisher needs to spare."""
+
+STORAGE_BYTES: Final = 32 << 20
+"""What tensors share a storage at most; a larger tensor has one of its own. Saving a module writes no more than this
+that is not its own, and 30,000 tensors need a tenth as many storages."""
 
 _STORAGE_ALIGNMENT: Final = 16
 _GONE: Final = frozenset({"CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA_ERROR_SYSTEM_NOT_READY"})
@@ -41,12 +46,13 @@ _NO_HANDLE: Final = frozenset(
 _log = logging.getLogger("weightcache.arena.cuda_vmm")
 
 
-def require_export(device: int | None, driver: Driver | None = None) -> None:
+def require_export(device: int | None, driver: Driver | None = None, *, prove: bool = True) -> None:
     """Check that this GPU's memory can be handed over by descriptor, before anything is loaded.
 
     Args:
         device: CUDA ordinal, torch's current device if None.
         driver: this process's own if None.
+        prove: do it with one page, which takes 1 ms, instead of believing the device's attributes.
 
     Raises:
         CacheMiss: ``ipc_unavailable``, with the driver's reason.
@@ -56,6 +62,8 @@ def require_export(device: int | None, driver: Driver | None = None) -> None:
         driver = driver or nvidia()
         if not driver.can_export(device):
             raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "by the device's attributes", "cuDeviceGetAttribute")
+        if not prove:
+            return
         handle = driver.create(driver.granularity(device), device)
         try:
             os.close(driver.export(handle))
@@ -133,11 +141,10 @@ class CudaVmmWriter:
         assert self._bytes is not None
         return self._bytes
 
-    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
-        extents = [
-            (offset, _span(tuple(tensor.shape), tensor.stride()) * tensor.element_size()) for offset, tensor in rows
-        ]
-        return cuda_digest.digests(self.room(), extents, self._driver)
+    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> bytes:
+        offsets = [offset for offset, _ in rows]
+        sizes = [_span(tuple(tensor.shape), tensor.stride()) * tensor.element_size() for _, tensor in rows]
+        return cuda_digest.start(self.room(), offsets, sizes, self._driver)()
 
     def seal(self) -> list[int]:
         """Make the mapping read-only; the chunks' descriptors, owned by the caller, hold the bytes from now on."""
@@ -209,6 +216,7 @@ class CudaVmmMapping:
             self._range = _Range(self._driver, manifest.size, device)
         except DriverError as error:
             raise _miss(error, "the arena cannot be mapped") from error
+        self._row_sizes: list[int] | None = None
         try:
             for index, (descriptor, size) in enumerate(zip(descriptors, manifest.chunks, strict=True)):
                 self._map(index, descriptor, size)
@@ -222,32 +230,43 @@ class CudaVmmMapping:
             raise
 
     def views(self, manifest: Manifest) -> list[torch.Tensor]:
-        # One storage a module: saving a module writes nothing that is not its own, and binding stays fast.
         whole, device = self._bytes.untyped_storage(), self._bytes.device
         dtypes = [getattr(torch, name) for name in manifest.dtypes]
-        items = [ITEM_SIZES[name] for name in manifest.dtypes]
-        spans = _extents(manifest)
+        items = [dtype.itemsize for dtype in dtypes]
+        strides: dict[tuple[int, ...], tuple[int, ...]] = {}
         tensors: list[torch.Tensor] = []
-        empty = torch.empty
         rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
-        storage, low, left = whole, 0, 0
-        module_sizes = iter(_modules(manifest, spans))
-        for code, shape, stride, offset in rows:
-            if left == 0:
-                low, high, left = next(module_sizes)
+        with torch.no_grad():  # which also spares each view the record of what it is a view of
+            for low, high, count in _storages(manifest.offsets, self._sizes(manifest)):
                 storage = whole[low:high]
-            left -= 1
-            tensor = empty(0, dtype=dtypes[code], device=device)
-            if low <= offset < high:
-                tensor.set_(storage, (offset - low) // items[code], shape, stride or ())
-            else:
-                tensor.resize_(shape)
-            tensors.append(tensor)
+                typed: dict[int, torch.Tensor] = {}
+                for code, shape, stride, offset in itertools.islice(rows, count):
+                    of_dtype = typed.get(code)
+                    if of_dtype is None:
+                        empty = torch.empty(0, dtype=dtypes[code], device=device)
+                        of_dtype = typed[code] = empty.set_(storage, 0, ((high - low) // items[code],), (1,))
+                    steps = stride or strides.get(shape) or strides.setdefault(shape, _contiguous(shape))
+                    tensors.append(of_dtype.as_strided(shape, steps, (offset - low) // items[code]))
         return tensors
 
-    def digests(self, manifest: Manifest, rows: Sequence[int]) -> list[bytes]:
-        extents = _extents(manifest)
-        return cuda_digest.digests(self._bytes, [extents[row] for row in rows], self._driver)
+    def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
+        offsets, sizes = manifest.offsets, self._sizes(manifest)
+        if rows != range(len(offsets)):
+            offsets, sizes = [offsets[row] for row in rows], [sizes[row] for row in rows]
+        return cuda_digest.start(self._bytes, offsets, sizes, self._driver)
+
+    def _sizes(self, manifest: Manifest) -> list[int]:
+        """Bytes from the first to the last of each row."""
+        if self._row_sizes is None:
+            items = [ITEM_SIZES[name] for name in manifest.dtypes]
+            known: dict[tuple[int, tuple[int, ...], tuple[int, ...] | None], int] = {}
+            sizes = self._row_sizes = []
+            for key in zip(manifest.dtype, manifest.shapes, manifest.strides, strict=True):
+                size = known.get(key)
+                if size is None:  # a model has thousands of tensors and a handful of shapes
+                    size = known[key] = _span(key[1], key[2]) * items[key[0]]
+                sizes.append(size)
+        return self._row_sizes
 
     def _map(self, index: int, descriptor: int, size: int) -> None:
         try:
@@ -257,7 +276,8 @@ class CudaVmmMapping:
             finally:
                 self._driver.release(handle)
         except DriverError as error:
-            if error.reason not in _NO_HANDLE:
+            known = error.reason in _NO_HANDLE or error.data["call"] == "cuMemImportFromShareableHandle"
+            if not known:
                 raise _miss(error, f"chunk {index} cannot be mapped", size) from error
             raise ImportRejected(
                 "manifest_invalid",
@@ -336,37 +356,31 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
-def _extents(manifest: Manifest) -> list[tuple[int, int]]:
-    """First byte and size in bytes of every row."""
-    items = [ITEM_SIZES[name] for name in manifest.dtypes]
-    known: dict[tuple[int, tuple[int, ...], tuple[int, ...] | None], int] = {}
-    extents = []
-    rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
-    for code, shape, stride, offset in rows:
-        key = (code, shape, stride)
-        size = known.get(key)
-        if size is None:  # a model has thousands of tensors and a handful of shapes
-            size = known[key] = _span(shape, stride) * items[code]
-        extents.append((offset, size))
-    return extents
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch counts them."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
-def _modules(manifest: Manifest, extents: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """For each run of rows of one module: its first byte, its end, and the number of rows."""
-    runs: list[tuple[int, int, int]] = []
-    module = None
+def _storages(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The storages that rows share: first byte, end, and how many rows in a row lie there.
+
+    One for all would make `torch.save` of a single module write the whole arena; one a tensor would make binding slow.
+    """
     low = high = count = 0
-    for name, (offset, size) in zip(manifest.names, extents, strict=True):
-        parent = name.rpartition(".")[0]
-        if parent != module:
-            if count:
-                runs.append((low // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, high, count))
-            module, low, high, count = parent, offset, offset + size, 1
-        else:
-            low, high, count = min(low, offset), max(high, offset + size), count + 1
+    for offset, size in zip(offsets, sizes, strict=True):
+        end = offset + size
+        if count and low <= offset and end - low <= STORAGE_BYTES:
+            high, count = max(high, end), count + 1
+            continue
+        if count:
+            yield low, high, count
+        low, high, count = offset // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, end, 1
     if count:
-        runs.append((low // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, high, count))
-    return runs
+        yield low, high, count
 
 
 def _miss(error: DriverError, what: str, needed: int | None = None) -> CacheMiss:

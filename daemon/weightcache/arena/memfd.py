@@ -8,7 +8,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
@@ -74,8 +74,8 @@ class MemfdWriter:
     def view(self, offset: int, like: torch.Tensor) -> None:
         return None
 
-    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
-        return [tensor_digest(tensor) for _, tensor in rows]
+    def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> bytes:
+        return b"".join(tensor_digest(tensor) for _, tensor in rows)
 
     def seal(self) -> list[int]:
         """Seal against writing, growing and shrinking, for good."""
@@ -125,10 +125,13 @@ class MemfdMapping:
             tensors.append(flat.view(shape) if stride is None else flat.as_strided(shape, stride))
         return tensors
 
-    def digests(self, manifest: Manifest, rows: Sequence[int]) -> list[bytes]:
-        views = self.views(manifest)
-        with ThreadPoolExecutor() as pool:  # blake3 lets go of the interpreter lock
-            return list(pool.map(lambda row: tensor_digest(views[row]), rows))
+    def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
+        def compute() -> bytes:
+            views = self.views(manifest)
+            with ThreadPoolExecutor() as pool:  # blake3 lets go of the interpreter lock
+                return b"".join(pool.map(lambda row: tensor_digest(views[row]), rows))
+
+        return compute
 
 
 def _map_private(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
