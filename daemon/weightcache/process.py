@@ -149,15 +149,18 @@ def reap_strangers(ours: Collection[int]) -> None:
 def oom_counter(pid: int) -> Path | None:
     """The file that counts the out-of-memory kills of a process's cgroup, None where there is no such file."""
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        return counter_file(Path(f"/proc/{pid}/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def counter_file(cgroups: str, mounts: str) -> Path | None:
+    """The counter's file by the texts of ``/proc/PID/cgroup`` and ``/proc/self/mountinfo``."""
     folders = {}
-    for line in lines:
+    for line in cgroups.splitlines():
         _, controllers, folder = line.split(":", 2)
         folders["memory" if "memory" in controllers.split(",") else controllers] = folder
-    for fields in mounts:
+    for fields in map(str.split, mounts.splitlines()):
         root, point = fields[3], fields[4]
         kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
         if kind == "cgroup2" and "" in folders:

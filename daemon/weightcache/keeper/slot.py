@@ -27,10 +27,13 @@ class OomWatch:
         self._counter: Path | None = None
         self._before: int | None = None
 
-    def look(self, pid: int | None = None) -> None:
-        """Note the counter now; with a pid, that of its cgroup. Called often, so that older kills prove nothing."""
-        if pid is not None:
-            self._counter = oom_counter(pid)
+    def watch(self, counter: Path | None) -> None:
+        """Watch another process, by the counter of its cgroup."""
+        self._counter = counter
+        self.look()
+
+    def look(self) -> None:
+        """Note the counter. Called often, so that kills of long ago prove nothing."""
         self._before = oom_kills(self._counter)
 
     def verdict(self, exit_: Exit) -> tuple[str, dict[str, Any]]:
@@ -64,7 +67,7 @@ class Slot:
         self._faults: list[int] = []
         """Times, boottime in nanoseconds, of this episode's unplanned ends of the engine."""
         self._over = True
-        self._opened_ns = 0
+        self._opened_ns, self._opened_boot = 0, boot_id()
 
     @property
     def context(self) -> Context:
@@ -97,16 +100,15 @@ class Slot:
 
     def first_start(self) -> None:
         """The keeper starts and there is no engine: open an episode, unless one is open in this boot."""
-        last = self._find("kind = 'process'")
-        rebooted = last is not None and last.boot_id != boot_id()
-        # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
-        cause = "node_reboot" if rebooted and last is not None and last.name != "exited" else "first_start"
         if self.is_open:
-            if not rebooted:
+            if self._opened_boot == boot_id():
                 self._end_attempt("crashed", reason="keeper_lost")
                 return
             self.abandon("node_reboot")
-        self._open(cause, boottime_ns(), "start")
+        last = self._find("kind = 'process'")
+        # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
+        rebooted = last is not None and last.boot_id != boot_id() and last.name != "exited"
+        self._open("node_reboot" if rebooted else "first_start", boottime_ns(), "start")
 
     def order(self, cause: str, *, fault_ns: int | None = None, fault_clock: str = "command") -> None:
         """A restart was ordered: open an episode, or give up the attempt of the open one."""
@@ -189,7 +191,7 @@ class Slot:
         """The engine's process exists (or, ``adopted``, is still there)."""
         about = {"process": "engine", "pid": process.pid, "start_ticks": process.start_ticks}
         self._append("process", name, about)
-        self.oom.look(process.pid)
+        self.oom.watch(oom_counter(process.pid))
 
     def ready(self) -> None:
         """The engine says it is up and nobody will ask it questions: the episode ends, unverified."""
@@ -204,12 +206,14 @@ class Slot:
             self._close("abandoned", reason=reason)
 
     def _take_up(self, opened: Event) -> None:
-        self.episode, self._opened_ns, self.attempt = opened.episode, opened.boottime_ns, 0
+        self.episode, self.attempt = opened.episode, 0
+        self._opened_ns, self._opened_boot = opened.boottime_ns, opened.boot_id
         self._faults, self._over = [], False
 
     def _open(self, cause: str, fault_ns: int, clock: str, **evidence: Any) -> None:
         previous, self.episode, self.attempt = self.episode, new_episode_id(), 0
-        self._opened_ns, self._faults, self._over = boottime_ns(), [], False
+        self._opened_ns, self._opened_boot = boottime_ns(), boot_id()
+        self._faults, self._over = [], False
         about = {"cause": cause, "fault_boottime_ns": fault_ns, "fault_clock": clock, "previous": previous, **evidence}
         self._append("episode_open", cause, about, at_ns=self._opened_ns)
 
