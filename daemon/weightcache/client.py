@@ -23,6 +23,7 @@ from weightcache.binding import require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ResourceError
 from weightcache.fingerprint import CacheConfig
 from weightcache.journal import Journal
+from weightcache.parity import resident_layout
 from weightcache.policy import PUBLISHES_AFTER, check_overrides, policy_for
 from weightcache.protocol import Connection
 from weightcache.publish import publish
@@ -86,7 +87,7 @@ def attach(
     check_overrides(policies)
     attachment = Attachment(
         model,
-        config,
+        config if mode == "off" else resident_layout(config),
         mode,
         socket=socket or (paths.socket_path() if mode != "off" else Path()),
         journal=journal or Journal.from_environment(),

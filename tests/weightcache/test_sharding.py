@@ -8,6 +8,7 @@ import torch
 from tests.fixtures import checkpoints
 
 from weightcache.checkpoint import Checkpoint
+from weightcache.digest import tensor_memory
 from weightcache.errors import ConfigError
 from weightcache.sharding import Plan, plan_shards
 
@@ -34,7 +35,7 @@ def one_file(folder: Path, tensors: dict[str, checkpoints.Tensor], **settings: A
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+    return bytes(tensor_memory(tensor.contiguous()))
 
 
 def assert_whole_again(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -1,0 +1,214 @@
+"""Two copies of a model, compared and the conclusion kept; resident weights of another version used after a proof."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import typer
+from tests.fixtures import checkpoints
+from torch import nn
+from typer.testing import CliRunner
+
+from readmit.commands.parity import parity as parity_command
+from weightcache import parity
+from weightcache.errors import CacheMiss
+from weightcache.fingerprint import FIELDS, CacheConfig
+from weightcache.integrations import transformers
+from weightcache.vocabulary import MISS_REASONS
+
+
+class Model(nn.Module):
+    """A parameter under two names, a buffer of each kind, and a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8, bias=False)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.ones(3))
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+        self.table = [torch.zeros(2)]
+
+
+def model() -> Model:
+    torch.manual_seed(checkpoints.SEED)
+    return Model()
+
+
+def test_equal_models_have_no_disparity() -> None:
+    census = parity.take_census(model())
+    assert {name: item.kind for name, item in census.items()} == {
+        "embed.weight": "parameter",
+        "head.weight": "parameter",
+        "mean": "buffer",
+        "inv_freq": "non_persistent_buffer",
+        "table.0": "attribute",
+    }
+    assert parity.disparities(census, parity.take_census(model())) == []
+
+
+def untie(it: Model) -> None:
+    it.head.weight = nn.Parameter(it.embed.weight.detach().clone())
+
+
+def change_a_bit(it: Model) -> None:
+    it.inv_freq[1] = 1 + 2**-20
+
+
+def change_the_stride(it: Model) -> None:
+    it.embed.weight.data = it.embed.weight.data.t().contiguous().t()
+
+
+def change_the_dtype(it: Model) -> None:
+    it.mean = it.mean.double()
+
+
+def change_the_shape(it: Model) -> None:
+    it.table[0] = torch.zeros(1, 2)
+
+
+def change_the_kind(it: Model) -> None:
+    it._non_persistent_buffers_set.clear()
+
+
+def leave_out(it: Model) -> None:
+    del it.mean
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (untie, {("head.weight", "same_as")}),
+        (change_a_bit, {("inv_freq", "digest")}),
+        (change_the_stride, {("embed.weight", "stride"), ("head.weight", "stride")}),
+        (change_the_dtype, {("mean", "dtype"), ("mean", "digest")}),
+        (change_the_shape, {("table.0", "shape"), ("table.0", "stride")}),
+        (change_the_kind, {("inv_freq", "kind")}),
+        (leave_out, {("mean", "presence")}),
+    ],
+)
+def test_every_property_counts(change: Callable[[Model], None], seen: set[tuple[str, str]]) -> None:
+    changed = model()
+    change(changed)
+    found = parity.disparities(parity.take_census(model()), parity.take_census(changed))
+    assert {(each.name, each.what) for each in found} == seen
+    assert all(each.name in str(each) for each in found)
+
+
+CONFIG = CacheConfig(
+    model_path="/m",
+    model_arch="LlamaForCausalLM",
+    checkpoint_digest="d",
+    dtype="bfloat16",
+    torch_version="2",
+    engine="e",
+    layout_id="e-2",
+)
+
+
+def test_a_recorded_layout_is_asked_for(tmp_path: Path) -> None:
+    assert parity.resident_layout(CONFIG, state=tmp_path / "p") == CONFIG
+    parity.record(CONFIG, "e-1", state=tmp_path / "p")
+    asked = parity.resident_layout(CONFIG, state=tmp_path / "p")
+    assert asked == msgspec.structs.replace(CONFIG, layout_id="e-1")
+    assert parity.resident_layout(asked, state=tmp_path / "p") == asked
+
+
+OF_THE_MODEL = {"model_path", "revision", "checkpoint_digest", "tp_rank", "pp_rank", "ep_rank", "torch_version"}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_it_holds_for_other_checkpoints_but_not_for_another_layout(tmp_path: Path, field: str) -> None:
+    parity.record(CONFIG, "e-1", state=tmp_path / "p")
+    value = getattr(CONFIG, field)
+    other = msgspec.structs.replace(CONFIG, **{field: value + 1 if isinstance(value, int) else "other"})
+    expected = "e-1" if field in OF_THE_MODEL else other.layout_id
+    assert parity.resident_layout(other, state=tmp_path / "p").layout_id == expected
+
+
+def test_a_damaged_record_is_as_none(tmp_path: Path) -> None:
+    parity.record(CONFIG, "e-1", state=tmp_path / "p")
+    (record,) = (tmp_path / "p").iterdir()
+    record.write_bytes(b"{")
+    assert parity.resident_layout(CONFIG, state=tmp_path / "p") == CONFIG
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The socket of a running weight cache daemon."""
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    path = tmp_path / "cache" / "cache.sock"
+    command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(path), "--metrics", "127.0.0.1:0"]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield path
+    process.terminate()
+    process.wait(30)
+
+
+def run(*arguments: object) -> tuple[int, dict[str, object]]:
+    app = typer.Typer()
+    app.command()(parity_command)
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
+    return result.exit_code, json.loads(result.stdout)
+
+
+FAIL = dict.fromkeys(MISS_REASONS, "fail")
+
+
+@pytest.mark.parametrize("make", [checkpoints.plain, checkpoints.tied])
+def test_an_upgrade_uses_what_is_resident_once_it_is_proven_equal(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path]
+) -> None:
+    folder = make(tmp_path / "t")
+    _, outcome = transformers.from_pretrained(folder, mode="client", socket=socket)
+    assert outcome.generation is not None
+    code, report = run(folder, "--socket", socket)
+    assert (code, report["equal"], report["recorded"]) == (0, True, False)
+
+    monkeypatch.setattr(transformers, "LAYOUT", "transformers-next")
+    with pytest.raises(CacheMiss) as caught:
+        transformers.from_pretrained(folder, mode="client", socket=socket, policies=FAIL)
+    assert (caught.value.reason, caught.value.detail) == ("fingerprint", "layout_id")
+
+    code, report = run(folder, "--socket", socket, "--record")
+    assert (code, report["equal"], report["recorded"], report["this_layout"]) == (0, True, True, "transformers-next")
+    _, after = transformers.from_pretrained(folder, mode="client", socket=socket, policies=FAIL)
+    assert (after.path, after.generation) == ("hit", outcome.generation)
+
+
+def test_a_version_that_lays_out_otherwise_is_told_and_not_recorded(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    transformers.from_pretrained(folder, mode="client", socket=socket)
+    monkeypatch.setattr(transformers, "LAYOUT", "transformers-next")
+    load = transformers.transformers.AutoModelForCausalLM.from_pretrained
+
+    def otherwise(*arguments: object, **options: object) -> nn.Module:
+        loaded = load(*arguments, **options)
+        loaded.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+        return loaded
+
+    monkeypatch.setattr(transformers.transformers.AutoModelForCausalLM, "from_pretrained", otherwise)
+    code, report = run(folder, "--socket", socket, "--record")
+    assert (code, report["equal"], report["recorded"]) == (1, False, False)
+    assert report["disparities"][0]["name"] == "model.layers.0.mlp.up_proj.weight"  # type: ignore[index]
+    with pytest.raises(CacheMiss):
+        transformers.from_pretrained(folder, mode="client", socket=socket, policies=FAIL)
+
+
+def test_nothing_resident_is_a_miss_with_its_reason(tmp_path: Path, socket: Path) -> None:
+    with pytest.raises(CacheMiss) as caught:
+        run(checkpoints.plain(tmp_path / "t"), "--socket", socket)
+    assert caught.value.reason == "absent"
