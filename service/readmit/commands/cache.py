@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from readmit.commands.checkpoint import fingerprint, preflight
+from readmit.commands.parity import parity
 from weightcache import messages, paths
 from weightcache.journal import Context
 from weightcache.protocol import Connection
@@ -21,6 +22,7 @@ from weightcache.version import VERSION
 app = typer.Typer(no_args_is_help=True, help="The weight cache daemon, and what it holds.")
 app.command()(preflight)
 app.command()(fingerprint)
+app.command()(parity)
 
 Socket = Annotated[Path | None, typer.Option("--socket", help="The daemon's socket (default: the runtime folder's).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -147,9 +149,11 @@ def _identity(model: str, dtype: str | None) -> dict[str, Any]:
     from weightcache.checkpoint import Folder
     from weightcache.identity import digest_of
     from weightcache.integrations.transformers import cache_config, skeleton
+    from weightcache.parity import resident_layout
 
     folder = Folder.open(model)
-    return cache_config(folder, skeleton(folder, dtype), digest_of(folder).digest, torch.device("cpu")).to_dict()
+    config = cache_config(folder, skeleton(folder, dtype), digest_of(folder).digest, torch.device("cpu"))
+    return resident_layout(config).to_dict()
 
 
 def _connect(socket: Path | None) -> Connection:
@@ -169,7 +173,7 @@ def _full_name(socket: Path | None, start: str) -> str:
     if len(matching) != 1:
         there = ", ".join(names) or "none"
         raise typer.BadParameter(f"{start!r} names {len(matching)} generations; resident: {there}")
-    return matching[0]
+    return str(matching[0])
 
 
 def _generations(generations: list[dict[str, Any]]) -> Table:
