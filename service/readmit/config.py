@@ -281,8 +281,12 @@ def _read(file: Path) -> dict[str, Any]:
 def _with_slots_from(environ: Mapping[str, str], data: dict[str, Any]) -> dict[str, Any]:
     """The file's data with what the environment says of single slots."""
     prefix = f"{ENV_PREFIX}SLOT__"
-    slots = {str(slot.get("name")): dict(slot) for slot in data.get("slot", ()) if isinstance(slot, dict)}
-    by_variable = {name.upper().replace("-", "_"): slot for name, slot in slots.items()}
+    entries = data.get("slot", [])
+    if not isinstance(entries, list):
+        raise ValueError("slot: write [[slot]], with two brackets, above each slot")
+    slots = [dict(slot) if isinstance(slot, dict) else slot for slot in entries]
+    named = {str(slot.get("name")): slot for slot in slots if isinstance(slot, dict)}
+    by_variable = {name.upper().replace("-", "_"): slot for name, slot in named.items()}
     for variable, value in environ.items():
         if not variable.upper().startswith(prefix):
             if variable.upper().startswith(ENV_PREFIX):
@@ -292,9 +296,9 @@ def _with_slots_from(environ: Mapping[str, str], data: dict[str, Any]) -> dict[s
             continue
         name, _, key = variable[len(prefix) :].upper().partition("__")
         if name not in by_variable:
-            raise ValueError(f"{variable}: there is no slot {name.lower()}; there are {', '.join(slots) or 'none'}")
+            raise ValueError(f"{variable}: there is no slot {name.lower()}; there are {', '.join(named) or 'none'}")
         by_variable[name][key.lower()] = json.loads(value) if value[:1] in "[{" else value
-    return {**data, "slot": list(slots.values())} if slots else data
+    return {**data, "slot": slots} if "slot" in data else data
 
 
 def _anchored(config: Config, file: Path) -> Config:
