@@ -1,0 +1,78 @@
+"""``readmit cache preflight`` and ``fingerprint``, run as commands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures import checkpoints
+
+
+def readmit(tmp_path: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", "from readmit.cli import main; main()", "cache", *map(str, arguments)],
+        env={**os.environ, "READMIT_STATE": str(tmp_path / "state")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_good_checkpoint_is_described(tmp_path: Path) -> None:
+    folder = checkpoints.fp8(tmp_path / "t")
+    done = readmit(tmp_path, "preflight", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["files"] == 2
+    assert (facts["quant_method"], facts["block_size"], facts["shareable"]) == ("fp8", [128, 128], True)
+    assert facts["bytes"] == sum(facts["bytes_by_dtype"].values())
+    assert set(facts["bytes_by_dtype"]) == {"F8_E4M3", "F32", "BF16"}
+
+
+def test_one_that_cannot_be_shared_is_good_too_and_says_so(tmp_path: Path) -> None:
+    folder = checkpoints.plain(tmp_path / "t", quantization_config={"quant_method": "awq"})
+    done = readmit(tmp_path, "preflight", folder, "--json")
+    facts = json.loads(done.stdout)
+    assert (done.returncode, facts["shareable"], facts["not_shareable_because"]["detail"]) == (0, False, "awq")
+    assert "quant_method" in readmit(tmp_path, "preflight", folder).stdout
+
+
+@pytest.mark.parametrize("command", ["preflight", "fingerprint"])
+def test_a_bad_checkpoint_exits_2_with_the_facts(tmp_path: Path, command: str) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    shard = folder / checkpoints.SHARDS[1]
+    header, data = checkpoints.read_raw(shard)
+    header["lm_head.weight"]["data_offsets"][1] -= 2
+    checkpoints.write_raw(shard, header, data)
+    done = readmit(tmp_path, command, folder, "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    facts = json.loads(done.stderr)
+    assert (facts["kind"], facts["reason"], facts["tensor"]) == ("checkpoint", "geometry", "lm_head.weight")
+    assert facts["file"] == str(shard)
+    assert facts["expected"]
+    assert facts["found"]
+    plain = readmit(tmp_path, command, folder)
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    assert checkpoints.SHARDS[1] in plain.stderr
+
+
+def test_a_fingerprint_is_hashed_once_and_then_remembered(tmp_path: Path) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    first, second = (json.loads(readmit(tmp_path, "fingerprint", folder, "--json").stdout) for _ in range(2))
+    assert (first["digest_status"], second["digest_status"]) == ("hashed", "remembered")
+    assert first["checkpoint_digest"] == second["checkpoint_digest"]
+    assert second["model_arch"] == "LlamaForCausalLM"
+    again = json.loads(readmit(tmp_path, "fingerprint", folder, "--hash", "--json").stdout)
+    assert (again["digest_status"], again["checkpoint_digest"]) == ("hashed", first["checkpoint_digest"])
+
+
+def test_a_revision_can_be_named(tmp_path: Path) -> None:
+    repository = checkpoints.as_hub_cache(checkpoints.plain(tmp_path / "t"), tmp_path / "hub", "a" * 40)
+    facts = json.loads(readmit(tmp_path, "preflight", repository, "--revision", "main", "--json").stdout)
+    assert facts["revision"] == "a" * 40
+    assert readmit(tmp_path, "preflight", repository, "--revision", "v9").returncode == 2
