@@ -1,0 +1,275 @@
+"""Load format ``weightcache``: vLLM's weights from the weight cache, or from disk as vLLM itself loads them.
+
+What is shared on the CPU is the state after ``load_weights`` and before ``process_weights_after_loading``: that step
+packs linear weights into private oneDNN buffers and empties the parameters, so after it there is nothing left to share.
+It runs on every start, hit or not. On a GPU the processed weights are shared, and the step is repeated under
+``weights_already_processed``, so that it rebuilds what it keeps beside the tensors and leaves these alone.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.distributed import get_world_group
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.utils import weights_already_processed
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from weightcache.attachment import Outcome, Progress, ignore_progress
+from weightcache.binding import walk
+from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.client import attach
+from weightcache.errors import CheckpointError, ConfigError
+from weightcache.identity import digest_of, prove
+from weightcache.integrations.vllm_identity import barred, cache_config
+from weightcache.journal import Journal
+from weightcache.vocabulary import MODES
+
+OPTIONS: Final = ("mode", "socket", "policies", "verify", "wait_s")
+"""Keys of ``--model-loader-extra-config``; see `weightcache.client.attach`. The mode is ``client`` if not given."""
+
+log = logging.getLogger("weightcache.vllm")
+
+
+class WeightCacheLoader(BaseModelLoader):
+    """See the top of this module.
+
+    Raises:
+        ConfigError: ``loader_option``: an unknown key in ``--model-loader-extra-config``, or an unknown mode.
+    """
+
+    outcome: Outcome | None = None
+    """How the latest model got its weights; None for one that is never shared."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self.options = dict(load_config.model_loader_extra_config or {})
+        self.mode = self.options.pop("mode", "client")
+        unknown = sorted(set(self.options) - set(OPTIONS))
+        if unknown or self.mode not in MODES:
+            raise ConfigError(
+                "loader_option",
+                "--model-loader-extra-config of load format weightcache cannot be used",
+                expected=f"keys of {', '.join(OPTIONS)}; mode one of {', '.join(MODES)}",
+                found=", ".join(unknown) or f"mode {self.mode!r}",
+            )
+        if "socket" in self.options:
+            self.options["socket"] = Path(self.options["socket"])
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Have the files on disk, as vLLM does it."""
+        self.disk().download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load into a model that is there already, in place, from disk.
+
+        Raises:
+            ConfigError: ``reload``, for weights on a GPU that are mapped read-only.
+        """
+        mapped = self.outcome is not None and self.outcome.generation is not None
+        if mapped and any(parameter.is_cuda for parameter in model.parameters()):
+            raise ConfigError(
+                "reload",
+                "weights that are shared cannot be overwritten in place",
+                remedy="Restart the engine on the other checkpoint",
+            )
+        self.disk().load_weights(model, model_config)
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """A model with its weights, ready to run.
+
+        Raises:
+            CacheMiss: the policy for the reason of a miss is to fail.
+            CheckpointError: the files are bad, or changed while they were read.
+        """
+        if model_config is not vllm_config.model_config:
+            log.warning(
+                "the draft model %s is loaded from disk: only the target's weights are shared", model_config.model
+            )
+            return self.disk().load_model(vllm_config, model_config, prefix)
+        journal = Journal.from_environment().bound(rank=get_world_group().rank)
+        with set_default_torch_dtype(model_config.dtype):
+            return _Load(self, vllm_config, model_config, prefix, journal).run().eval()
+
+    def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
+        """Bytes of this rank's weights that are resident already: vLLM counts them as its own when it sizes the KV cache.
+
+        Asked on a GPU only, before the model is loaded.
+        """
+        from weightcache import messages, paths
+        from weightcache.errors import CacheMiss
+        from weightcache.protocol import Connection
+        from weightcache.version import VERSION
+
+        model_config = vllm_config.model_config
+        if self.mode == "off":
+            return 0
+        folder = Folder.open(model_config.model)
+        config = cache_config(vllm_config, model_config, folder, digest_of(folder).digest)
+        try:
+            connection = Connection(self.options.get("socket") or paths.socket_path(), messages.Hello(version=VERSION))
+            with contextlib.closing(connection):
+                would, _ = connection.ask(messages.Explain(config=config.to_dict()), messages.Done)
+                status, _ = connection.ask(messages.Status(), messages.Done)
+        except CacheMiss:
+            return 0  # what loading will say more about: nothing is held for us
+        held = {generation["generation"]: generation["bytes"] for generation in status.data["generations"]}
+        return int(held.get(would.data["generation"], 0)) if would.data["would_hit"] else 0
+
+    def disk(self) -> DefaultModelLoader:
+        """The loader that reads the files."""
+        plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
+        return DefaultModelLoader(plain)
+
+
+class _Load:
+    """One load of one rank's model."""
+
+    def __init__(
+        self,
+        loader: WeightCacheLoader,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        prefix: str,
+        journal: Journal,
+    ) -> None:
+        self._loader = loader
+        self._vllm_config = vllm_config
+        self.model_config = model_config
+        self._prefix = prefix
+        self._journal = journal
+        self._target = torch.device(loader.load_config.device or vllm_config.device_config.device)
+        self._shares_processed = self._target.type != "cpu"
+        self.model = nn.Module()
+
+    def run(self) -> nn.Module:
+        outcome = self._read_privately() if self._loader.mode == "off" else self._attach()
+        self._loader.outcome = outcome
+        log.info("%s", told(outcome))
+        if outcome.path == "hit" and self._shares_processed:
+            with weights_already_processed():
+                self._process()
+        elif not self._shares_processed:
+            self._process()
+        return self.model
+
+    def _attach(self) -> Outcome:
+        folder = Folder.open(self.model_config.model)
+        forget = _forgetting(self._vllm_config)
+        with self._journal.phase("load_weights.skeleton"):
+            with torch.device("meta"):
+                self.model = self._build()
+            _settle(self.model, self._target)
+        with self._journal.phase("load_weights.match"):
+            digest = digest_of(folder).digest or prove(Checkpoint.open(folder))
+
+        def load(progress: Progress) -> None:
+            forget()
+            self._read(progress)
+            if digest_of(folder).digest != digest:
+                raise CheckpointError(
+                    "changed",
+                    f"the files of {folder.path} changed while the model was loaded",
+                    expected=f"content {digest}",
+                    found="files written to since it was determined",
+                    remedy="Do not write to a checkpoint in use; start again",
+                    path=folder.path,
+                )
+
+        return attach(
+            self.model,
+            cache_config(self._vllm_config, self.model_config, folder, digest),
+            mode=self._loader.mode,
+            load=load,
+            load_bytes=_bytes(self.model),
+            journal=self._journal,
+            device=self._target.index if self._target.type == "cuda" else None,
+            barred=barred(self._vllm_config, self.model_config, folder),
+            **self._loader.options,
+        )
+
+    def _read_privately(self) -> Outcome:
+        self._journal.append("lookup", "off", {"mode": "off"})
+        with self._journal.phase("load_weights.read"):
+            self._read(ignore_progress)
+        return Outcome(path="off", mode="off")
+
+    def _read(self, progress: Progress) -> None:
+        """Fill the model from disk, as far as it is shared."""
+        with self._target:
+            loaded = self._build()
+        total = _bytes(loaded)
+        progress(0, total)
+        self._loader.disk().load_weights(loaded, self.model_config)
+        progress(total, total)
+        if type(self.model) is nn.Module:
+            self.model = loaded
+        else:
+            # One state under two objects: whoever holds the skeleton now holds the loaded model.
+            object.__setattr__(self.model, "__dict__", loaded.__dict__)
+        if self._shares_processed:
+            self._process()
+
+    def _build(self) -> nn.Module:
+        return initialize_model(self._vllm_config, model_config=self.model_config, prefix=self._prefix)
+
+    def _process(self) -> None:
+        with self._journal.phase("load_weights.process"):
+            process_weights_after_loading(self.model, self.model_config, self._target)
+
+
+def _forgetting(vllm_config: VllmConfig) -> Callable[[], None]:
+    """A function that takes out of vLLM's registries of layers what building a model from now on will add to them.
+
+    A model that is built a second time would find its layers' names taken, and the first one's rotary embeddings in
+    place of new ones. These are the registries that vLLM itself clears when it frees a model.
+    """
+    compilation = vllm_config.compilation_config
+    context, experts = compilation.static_forward_context, compilation.static_all_moe_layers
+    before = dict(context), list(experts), dict(_ROPE_DICT)
+
+    def forget() -> None:
+        context.clear()
+        context.update(before[0])
+        experts[:] = before[1]
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(before[2])
+
+    return forget
+
+
+def _settle(model: nn.Module, target: torch.device) -> None:
+    """Make real what a skeleton holds beside its parameters and buffers and no cache restores."""
+    found = walk(model)
+    for module in found.modules:
+        if "_k_scale_cpu" in module.__dict__:  # constants, which vLLM sets again after loading
+            set_default_quant_scales(module, register_buffer=False)
+    for stray in found.strays:
+        if stray.tensor.is_meta and stray.tensor.numel() == 0:  # such as KV caches that are still to come
+            stray.holder[stray.key] = torch.empty_like(stray.tensor, device=target)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def told(outcome: Outcome) -> str:
+    """Where the weights came from, in a sentence."""
+    if outcome.path == "hit":
+        return f"mapped {outcome.bytes / 1e6:.0f} MB of resident weights, generation {outcome.generation}"
+    if outcome.path == "off":
+        return "loaded weights from disk; the weight cache is off"
+    kept = f"published as generation {outcome.generation}" if outcome.generation else "kept private"
+    because = f" ({outcome.private_because})" if outcome.private_because else ""
+    return f"loaded weights from disk, {kept}{because}. Reason {outcome.reason}: {outcome.message}"
