@@ -269,15 +269,17 @@ class CudaVmmMapping:
         return self._row_sizes
 
     def _map(self, index: int, descriptor: int, size: int) -> None:
+        imported = False
         try:
             handle = self._driver.import_(descriptor)
+            imported = True
             try:
                 self._range.add(handle, size, writable=False)
             finally:
                 self._driver.release(handle)
         except DriverError as error:
-            known = error.reason in _NO_HANDLE or error.data["call"] == "cuMemImportFromShareableHandle"
-            if not known:
+            # For a descriptor of something else the H200's driver knows no better word than UNKNOWN.
+            if error.reason not in _NO_HANDLE and (imported or error.reason != "CUDA_ERROR_UNKNOWN"):
                 raise _miss(error, f"chunk {index} cannot be mapped", size) from error
             raise ImportRejected(
                 "manifest_invalid",

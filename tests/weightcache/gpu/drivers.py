@@ -1,8 +1,8 @@
-"""Two drivers for the seam: one writes down what a GPU's driver was asked and answered, one plays that back.
+"""Drivers for the seam: one writes down what a GPU's driver was asked and answered, one plays that back without a GPU.
 
-The player backs GPU memory with memory files, so bytes, descriptors and protection are real: a write through a
-read-only mapping kills the process, as it does on a GPU. Every call must be the recorded one, in the recorded order;
-where the code asks the driver anything else, the recording proves nothing any more and has to be made again.
+The player keeps GPU memory in memory files, so bytes, descriptors and protection are real: a write through a read-only
+mapping kills the process, as it does on a GPU. Every call must be the recorded one, in the recorded order; where the
+code asks the driver anything else, the recording proves nothing any more and has to be made again.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 
 Call = dict[str, Any]
@@ -141,77 +142,62 @@ class RecordingDriver:
         return result
 
 
-class ReplayDriver:
-    """Plays recorded calls back, on memory files."""
+class HostDriver:
+    """GPU memory in memory files: bytes, descriptors, sharing and protection are real, everything else is refused."""
 
     version = 0
+    page = 2 << 20
 
-    def __init__(self, calls: list[Call]) -> None:
-        self._calls = list(calls)
+    def __init__(self, uuid: str = "GPU-host") -> None:
+        self._uuid = uuid
         self._files: dict[int, int] = {}
-        self._names = Names()
         self._handle_count = 0
 
-    def finish(self) -> None:
-        """Every recorded call must have been made."""
-        assert not self._calls, f"{len(self._calls)} recorded calls were not made, first {self._calls[0]}"
-
     def uuid(self, device: int) -> str:
-        return str(self._next("uuid", device=device))
+        return self._uuid
 
     def can_export(self, device: int) -> bool:
-        return bool(self._next("can_export", device=device))
+        return True
 
     def granularity(self, device: int) -> int:
-        return int(self._next("granularity", device=device))
+        return self.page
 
     def create(self, size: int, device: int) -> int:
-        self._next("create", size=size, device=device)
         file = os.memfd_create("gpu-memory", os.MFD_CLOEXEC)
         os.ftruncate(file, size)
         return self._new_handle(file)
 
     def export(self, handle: int) -> int:
-        self._next("export", handle=self._names.handle(handle))
         return os.dup(self._files[handle])
 
     def import_(self, descriptor: int) -> int:
-        self._next("import_")
         return self._new_handle(os.dup(descriptor))
 
     def release(self, handle: int) -> None:
-        self._next("release", handle=self._names.handle(handle))
         os.close(self._files.pop(handle))
 
     def reserve(self, size: int) -> int:
-        self._next("reserve", size=size)
-        start = _libc.mmap(None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        start = _libc.mmap(None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         assert start not in (None, ctypes.c_void_p(-1).value)
-        self._names.new_range(start, size)
         return int(start)
 
     def unreserve(self, address: int, size: int) -> None:
-        self._next("unreserve", address=self._names.address(address), size=size)
         assert _libc.munmap(address, size) == 0
 
     def map(self, address: int, size: int, handle: int) -> None:
-        where = {"address": self._names.address(address), "size": size, "handle": self._names.handle(handle)}
-        self._next("map", **where)
         flags = mmap.MAP_SHARED | _MAP_FIXED
         assert _libc.mmap(address, size, _PROT_NONE, flags, self._files[handle], 0) == address
 
     def unmap(self, address: int, size: int) -> None:
-        self._next("unmap", address=self._names.address(address), size=size)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         assert _libc.mmap(address, size, _PROT_NONE, flags, -1, 0) == address
 
     def set_access(self, address: int, size: int, device: int, *, writable: bool) -> None:
-        self._next("set_access", address=self._names.address(address), size=size, device=device, writable=writable)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         assert _libc.mprotect(address, size, protection) == 0
 
     def synchronize(self) -> None:
-        self._next("synchronize")
+        pass
 
     def tensor(self, address: int, size: int, device: int, owner: object) -> torch.Tensor:
         region = type("Region", (ctypes.c_ubyte * size,), {}).from_address(address)
@@ -235,8 +221,76 @@ class ReplayDriver:
     def _new_handle(self, file: int) -> int:
         self._handle_count += 1
         self._files[self._handle_count] = file
-        self._names.new_handle(self._handle_count)
         return self._handle_count
+
+
+class ReplayDriver(HostDriver):
+    """A `HostDriver` that lets through the recorded calls alone, with the answers that a GPU's driver gave."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self._calls = list(calls)
+        self._names = Names()
+
+    def finish(self) -> None:
+        """Every recorded call must have been made."""
+        assert not self._calls, f"{len(self._calls)} recorded calls were not made, first {self._calls[0]}"
+
+    def uuid(self, device: int) -> str:
+        return str(self._next("uuid", device=device))
+
+    def can_export(self, device: int) -> bool:
+        return bool(self._next("can_export", device=device))
+
+    def granularity(self, device: int) -> int:
+        return int(self._next("granularity", device=device))
+
+    def create(self, size: int, device: int) -> int:
+        self._next("create", size=size, device=device)
+        return super().create(size, device)
+
+    def export(self, handle: int) -> int:
+        self._next("export", handle=self._names.handle(handle))
+        return super().export(handle)
+
+    def import_(self, descriptor: int) -> int:
+        self._next("import_")
+        return super().import_(descriptor)
+
+    def release(self, handle: int) -> None:
+        self._next("release", handle=self._names.handle(handle))
+        super().release(handle)
+
+    def reserve(self, size: int) -> int:
+        self._next("reserve", size=size)
+        start = super().reserve(size)
+        self._names.new_range(start, size)
+        return start
+
+    def unreserve(self, address: int, size: int) -> None:
+        self._next("unreserve", address=self._names.address(address), size=size)
+        super().unreserve(address, size)
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        where = {"address": self._names.address(address), "size": size, "handle": self._names.handle(handle)}
+        self._next("map", **where)
+        super().map(address, size, handle)
+
+    def unmap(self, address: int, size: int) -> None:
+        self._next("unmap", address=self._names.address(address), size=size)
+        super().unmap(address, size)
+
+    def set_access(self, address: int, size: int, device: int, *, writable: bool) -> None:
+        self._next("set_access", address=self._names.address(address), size=size, device=device, writable=writable)
+        super().set_access(address, size, device, writable=writable)
+
+    def synchronize(self) -> None:
+        self._next("synchronize")
+
+    def _new_handle(self, file: int) -> int:
+        handle = super()._new_handle(file)
+        self._names.new_handle(handle)
+        return handle
 
     def _next(self, name: str, **arguments: Any) -> Any:
         assert self._calls, f"the code makes a call that was not recorded: {name} {arguments}"

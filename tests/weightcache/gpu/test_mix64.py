@@ -1,0 +1,136 @@
+"""The digest `mix64`: the formula, what it tells apart, and the file that keeps its compiled kernel."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightcache.arena import cuda_digest
+
+WORD = 2**64
+GOLDEN, FACTOR = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+
+
+def digest(content: bytes, offset: int = 0) -> bytes:
+    arena = torch.frombuffer(
+        bytearray(offset) + bytearray(content) + bytearray(-len(content) % 8 + 8), dtype=torch.uint8
+    )
+    return cuda_digest.start(arena, [offset], [len(content)])()
+
+
+def by_the_book(content: bytes) -> bytes:
+    """The formula of the module's docstring, word by word."""
+
+    def mix(x: int) -> int:
+        for _ in range(2):
+            x = (x ^ x >> 32) * FACTOR % WORD
+        return x ^ x >> 32
+
+    padded = content + bytes(-len(content) % 8)
+    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
+    total = sum(mix(word ^ (number * GOLDEN % WORD)) for number, word in enumerate(words, 1)) % WORD
+    return mix(total ^ (len(content) * GOLDEN % WORD)).to_bytes(8, "little")
+
+
+def in_numpy(content: bytes) -> bytes:
+    def mix(x: np.ndarray) -> np.ndarray:
+        for _ in range(2):
+            x = (x ^ (x >> np.uint64(32))) * np.uint64(FACTOR)
+        return x ^ (x >> np.uint64(32))
+
+    words = np.frombuffer(content + bytes(-len(content) % 8), dtype="<u8")
+    keys = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    with np.errstate(over="ignore"):
+        total = mix(words ^ keys).sum(dtype=np.uint64)
+        return mix(np.array([total ^ (np.uint64(len(content)) * np.uint64(GOLDEN))])).astype("<u8").tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(max_size=700), start=st.integers(0, 40))
+def test_it_is_the_documented_formula_at_any_length_and_offset(content: bytes, start: int) -> None:
+    assert digest(content, start) == by_the_book(content) == in_numpy(content)
+
+
+def test_a_long_row_is_summed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = random.Random(3).randbytes(8 * 1000 + 5)
+    whole = digest(content)
+    monkeypatch.setattr(cuda_digest, "_STEP_WORDS", 7)
+    assert digest(content) == whole == by_the_book(content)
+
+
+def test_it_tells_apart_what_weaker_sums_do_not() -> None:
+    content = random.Random(1).randbytes(4096)
+    words = [content[at : at + 8] for at in range(0, len(content), 8)]
+    swapped = b"".join([words[1], words[0], *words[2:]])
+    top_bits = bytearray(content)
+    top_bits[7] ^= 0x80
+    two_top_bits = bytearray(top_bits)
+    two_top_bits[15] ^= 0x80
+    variants = {
+        "as it is": content,
+        "complement": bytes(byte ^ 0xFF for byte in content),
+        "two words swapped": swapped,
+        "bit 63 of a word": bytes(top_bits),
+        "bit 63 of two words": bytes(two_top_bits),
+        "zeros": bytes(4096),
+        "ones": b"\xff" * 4096,
+        "fewer zeros": bytes(4088),
+        "a byte of zeros more": bytes(4097),
+        "reversed": content[::-1],
+        "nothing": b"",
+    }
+    found = {digest(variant) for variant in variants.values()}
+    assert len(found) == len(variants)
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(min_size=1, max_size=64), data=st.data())
+def test_any_change_inside_one_word_changes_it(content: bytes, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, (len(content) - 1) // 8)) * 8
+    size = min(8, len(content) - at)
+    word = data.draw(st.binary(min_size=size, max_size=size).filter(lambda new: new != content[at : at + size]))
+    assert digest(content[:at] + word + content[at + size :]) != digest(content)
+
+
+def test_rows_are_independent_of_each_other_and_of_where_they_lie() -> None:
+    content = random.Random(2).randbytes(3000)
+    arena = torch.frombuffer(bytearray(content + content), dtype=torch.uint8)
+    found = cuda_digest.start(arena, [0, 3000, 256, 3256], [1000, 1000, 77, 77])()
+    assert found[:8] == found[8:16]
+    assert found[16:24] == found[24:]
+    assert found == b"".join(by_the_book(part) for part in (content[:1000],) * 2 + (content[256:333],) * 2)
+
+
+def test_a_compiled_kernel_is_kept_by_its_source_and_read_back(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READMIT_HOME", str(tmp_path))
+    path = cuda_digest._kept((9, 0))
+    image = cuda_digest._Image(b"\x7fELF\n\x00code", "mix64_sums", 128, 32, 7)
+    assert cuda_digest._read(path) is None
+    cuda_digest._keep(path, image)
+    assert cuda_digest._read(path) == image
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert cuda_digest._kept((10, 0)) != path
+
+
+def test_a_damaged_kernel_file_is_no_kernel(tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("READMIT_HOME", str(tmp_path))
+    path = cuda_digest._kept((9, 0))
+    path.parent.mkdir(parents=True)
+    for content in (b"", b"{}\ncode", b"no json\ncode"):
+        path.write_bytes(content)
+        assert cuda_digest._read(path) is None
+
+
+def test_a_folder_that_takes_no_file_costs_speed_and_nothing_else(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("READMIT_HOME", str(blocked))
+    cuda_digest._keep(cuda_digest._kept((9, 0)), cuda_digest._Image(b"", "k", 1, 1, 1))
+    assert "every process compiles it" in caplog.text
