@@ -34,4 +34,4 @@ def allow() -> None:
         os.environ[METHOD] = asked
 
     checked.forks = True  # type: ignore[attr-defined]
-    platform.check_and_update_config = staticmethod(checked)  # type: ignore[method-assign, assignment]
+    platform.check_and_update_config = staticmethod(checked)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ OPTIONS: Final = ("mode", "socket", "policies", "verify", "wait_s")
 log = logging.getLogger("weightcache.vllm")
 
 
-class WeightCacheLoader(BaseModelLoader):
+class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not there when types are checked
     """See the top of this module.
 
     Raises:
@@ -97,13 +97,14 @@ class WeightCacheLoader(BaseModelLoader):
             log.warning(
                 "the draft model %s is loaded from disk: only the target's weights are shared", model_config.model
             )
-            return self.disk().load_model(vllm_config, model_config, prefix)
+            draft: nn.Module = self.disk().load_model(vllm_config, model_config, prefix)
+            return draft
         journal = Journal.from_environment().bound(rank=get_world_group().rank)
         with set_default_torch_dtype(model_config.dtype):
             return _Load(self, vllm_config, model_config, prefix, journal).run().eval()
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
-        """Bytes of this rank's weights that are resident already: vLLM counts them as its own when it sizes the KV cache.
+        """Bytes of this rank's weights that are resident already, which vLLM counts as its own when it sizes KV caches.
 
         Asked on a GPU only, before the model is loaded.
         """
@@ -222,7 +223,8 @@ class _Load:
             self._process()
 
     def _build(self) -> nn.Module:
-        return initialize_model(self._vllm_config, model_config=self.model_config, prefix=self._prefix)
+        built: nn.Module = initialize_model(self._vllm_config, model_config=self.model_config, prefix=self._prefix)
+        return built
 
     def _process(self) -> None:
         with self._journal.phase("load_weights.process"):

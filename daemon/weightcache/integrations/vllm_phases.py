@@ -8,6 +8,7 @@ API server, engine core and workers write on one timeline: the first two as no r
 rank. The span of a step that another process carries out covers it; the step's own phase begins later and has the time.
 """
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -115,26 +116,21 @@ class _Serving(logging.Handler):
             self._marks.end("server_ready")
 
 
-_marks: Marks | None = None
-
-
+@functools.cache
 def install() -> None:
     """Write this process's phases from now on; the import that got here is one of them."""
-    global _marks
-    if _marks is not None:
-        return
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
         if any(argument.startswith("--otlp-traces-endpoint") for argument in sys.argv):
             return  # vLLM is about to set one, and there can be one only; the other processes find it set
         provider = TracerProvider()
         trace.set_tracer_provider(provider)
-    _marks = Marks()
-    provider.add_span_processor(_marks)
-    os.register_at_fork(after_in_child=_marks.after_fork)
-    logging.getLogger("uvicorn.error").addHandler(_Serving(_marks))
+    marks = Marks()
+    provider.add_span_processor(marks)
+    os.register_at_fork(after_in_child=marks.after_fork)
+    logging.getLogger("uvicorn.error").addHandler(_Serving(marks))
     if multiprocessing.current_process().name != "MainProcess":
-        _marks.imported()  # the span that says so in an API server has begun before plug-ins are asked
+        marks.imported()  # the span that says so in an API server has begun before plug-ins are asked
 
 
 def process_start_ns() -> int:
