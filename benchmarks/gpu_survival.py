@@ -2,7 +2,7 @@
 
 The real keeper and daemon run; engines are fresh processes. A case ends with `OK` or says what was wrong.
 
-    python benchmarks/gpu_survival.py [--json OUT] [--gib 8] [--only CASE ...] [--device cpu]
+    python benchmarks/gpu_survival.py [--json OUT] [--only CASE ...] [--device cpu]
 
 With ``--device cpu`` the cases that need no GPU run on a tiny model in host memory.
 """
@@ -270,7 +270,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     where = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
@@ -282,7 +281,7 @@ def main() -> None:
     gc.freeze()
     results: dict[str, Any] = {}
     with Node() as node:
-        shape = models.fused(options.gib) if options.device == "cuda" else models.tiny()
+        shape = models.llama_8b() if options.device == "cuda" else models.tiny()
         survival = Survival(node, shape, where)
         survival._published()
         for name in options.only or CASES:
