@@ -261,6 +261,8 @@ def load(file: Path | None = None) -> Config:
     names = [slot.name for slot in config.slot]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise _unusable(what, [f"slot: the name {twice[0]} is there twice"])
+    if blind := [slot.name for slot in config.slot if config.gate.enabled and slot.url is None]:
+        raise _unusable(what, [f"slot {blind[0]}: has no url, which the gate needs (or set enabled = false in [gate])"])
     for path in (config.socket, config.node.runtime_dir / "keeper.sock"):
         paths.checked_socket_path(path)
     return config

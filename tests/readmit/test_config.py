@@ -32,6 +32,7 @@ command = ["engine", "{model}", "--host", "{host}", "--port", "{port}", "--json"
 
 [[slot]]
 name = "b-2"
+url = "http://[::1]:8102"
 command = "engine 'two words'"
 """
 
@@ -111,7 +112,7 @@ def test_the_environment_overrides_keys_of_slots_by_their_names(file: Path, monk
 
 def test_slots_can_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("READMIT__SLOT", json.dumps([{"name": "a", "command": ["engine"]}]))
+    monkeypatch.setenv("READMIT__SLOT", json.dumps([{"name": "a", "url": "http://x:1", "command": ["engine"]}]))
     assert [slot.name for slot in load().slot] == ["a"]
 
 
@@ -132,6 +133,7 @@ def test_slots_can_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPat
         (('name = "b-2"', 'name = "Big One"'), "the name 'Big One' is not 1 to 32 of a-z"),
         (('name = "b-2"', 'name = "gate"'), "the name 'gate' belongs to another process"),
         (('name = "b-2"', ""), "slot.1.name: is missing"),
+        (('url = "http://[::1]:8102"', ""), "slot b-2: has no url, which the gate needs"),
         (("\"engine 'two words'\"", "[]"), "slot.1.command"),
     ],
 )
@@ -215,7 +217,10 @@ def test_the_file_has_a_key_for_every_setting_of_the_gate(file: Path) -> None:
     assert keys - {"enabled"} == {field.name for field in dataclasses.fields(GateSettings)} - known
     settings = load(file).gate_settings()
     assert settings.listen == "127.0.0.1:8123"
-    assert [(slot.name, slot.url) for slot in settings.slots] == [("a", "http://127.0.0.1:8101")]
+    assert [(slot.name, slot.url) for slot in settings.slots] == [
+        ("a", "http://127.0.0.1:8101"),
+        ("b-2", "http://[::1]:8102"),
+    ]
     assert settings.cache_socket == file.parent / "run" / "cache.sock"
 
 

@@ -17,7 +17,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def check(file: File = None, as_json: AsJson = False) -> None:
     """Say whether a configuration can be used; `readmit up --check` also looks at ports and commands."""
     config = load(file or DEFAULT_FILE)
-    config.gate_settings() if config.slot and config.gate.enabled else None
+    if config.slot and config.gate.enabled:
+        config.gate_settings()  # which refuses what can never work
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
     else:

@@ -8,6 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from readmit.config import Slot, unusable
+from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.node import GATE_STOP_S, become_keeper, check, check_probes, engine, search_path
 from weightcache import paths
 from weightcache.errors import ConfigError
@@ -61,6 +62,7 @@ def command(
     listening = {slot.name: slot.address} if slot.address else {}
     if url is not None:
         check_probes(probes, unverified_ok)
+        _ = GateSettings((SlotSettings(slot.name, url),), listen=gate).address  # which refuses what is none
         options = ["--slot", f"{slot.name}={url}", "--listen", gate, "--runtime-dir", str(runtime_dir)]
         options += ["--probes", str(probes)] if probes else []
         options += ["--unverified-ok"] if unverified_ok else []

@@ -1,0 +1,89 @@
+"""The root of the command line: quick, complete, and clear when it refuses."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from tests.readmit.nodes import Place, place
+
+from readmit.cli import COMMANDS
+
+HEAVY = {"torch", "transformers", "fastapi", "aiohttp", "pydantic", "prometheus_client", "opentelemetry", "rich"}
+
+
+@pytest.fixture
+def here() -> Iterator[Place]:
+    with place() as place_:
+        yield place_
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    return set(shown.splitlines()[-1].split())
+
+
+def test_help_lists_every_command_and_imports_none(here: Place) -> None:
+    shown = here.readmit("--help")
+    assert shown.returncode == 0
+    for name, entry in COMMANDS.items():
+        assert f"  {name} " in shown.stdout
+        assert entry.help in shown.stdout
+    help_ = "import contextlib, readmit.cli\nwith contextlib.suppress(SystemExit): readmit.cli.main(['--help'])"
+    assert not modules_after(help_) & HEAVY
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(here: Place, name: str) -> None:
+    shown = here.readmit(name, "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "usage: readmit" in shown.stdout.lower()
+
+
+def test_an_engine_does_not_wait_for_typer() -> None:
+    engine = (
+        "import contextlib, readmit.cli\nwith contextlib.suppress(SystemExit): readmit.cli.main(['engine', '--help'])"
+    )
+    assert not modules_after(engine) & {"typer", "torch", "transformers", "pydantic"}
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(here: Place) -> None:
+    refused = here.readmit("statsu")
+    assert refused.returncode == 2
+    assert "status" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_error_is_one_paragraph_or_json(here: Place) -> None:
+    plain = here.readmit("config", "check", "none.toml")
+    assert plain.returncode == 2
+    assert plain.stderr.startswith("readmit: the configuration none.toml cannot be read: No such file")
+    assert plain.stderr.count("\n") == 1
+    data = json.loads(here.readmit("config", "check", "none.toml", "--json").stderr)
+    assert (data["kind"], data["reason"], data["path"]) == ("config", "config_file", "none.toml")
+
+
+def test_config_check_and_show(here: Place) -> None:
+    (here.folder / "readmit.toml").write_text(
+        '[[slot]]\nname = "a"\ncommand = ["x"]\nurl = "http://127.0.0.1:8101"\n[cache]\ncapacity = "1GiB"\n'
+    )
+    assert "good, 1 slots: a" in here.readmit("config", "check").stdout
+    shown = here.readmit("config", "show", READMIT__CACHE__CAPACITY="2GiB").stdout
+    assert "capacity = 2147483648" in shown
+    assert "# probes is not set" in shown
+    assert 'command = ["x"]' in shown
+    assert json.loads(here.readmit("config", "show", "--json").stdout)["cache"]["capacity"] == 1 << 30
+    # What is shown can be used.
+    (here.folder / "again.toml").write_text(shown)
+    assert json.loads(here.readmit("config", "show", "again.toml", "--json").stdout)["cache"]["capacity"] == 2 << 30
+
+
+def test_status_without_a_keeper_says_so(here: Place) -> None:
+    answer = here.readmit("status")
+    assert answer.returncode == 1
+    assert "no keeper answers" in answer.stderr
+    assert json.loads(here.readmit("status", "--json").stdout)["children"] == []
+    assert here.left_behind() == []
+    assert not here.state_dir.exists()
