@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -49,7 +50,8 @@ def main() -> None:
         console.print(f"traces (OTLP-JSON lines): {demo.node.spans}   end it with: {demo.node.detach()}")
     else:
         console.print("while it runs it has a status page, metrics and traces: make demo ARGS=--keep")
-        shutil.rmtree(folder / "second", ignore_errors=True)
+        for copy in (demo.model, demo.twin.parent):
+            shutil.rmtree(copy)
     failed = failures(report)
     for failure in failed:
         console.print(f"[red]{failure}")
@@ -77,19 +79,19 @@ def show(console: Console, report: dict[str, Any]) -> None:
     """The table and what it says."""
     recoveries = report["recoveries"]
     phases = [name for name in (*PHASES, UNATTRIBUTED) if any(each["phases"].get(name) for each in recoveries)]
-    table = Table(title="From the fault to the first correct answer, seconds")
-    for column in ("step", "path", "reason"):
-        table.add_column(column, overflow="fold")
-    for column in (*phases, "total"):
-        table.add_column(column.replace("_", " "), justify="right")
+    table = Table("", title="From the fault to the first correct answer, seconds", box=box.SIMPLE)
     for each in recoveries:
-        reason = "/".join(word for word in (each["reason"], each["detail"]) if word)
-        seconds = [f"{each['phases'][name]:.2f}" if name in each["phases"] else "" for name in phases]
-        table.add_row(each["step"], each["path"], reason, *seconds, f"{each['total_s']:.2f}")
+        table.add_column(each["step"].split()[0], justify="right")
+    table.add_row("path", *(each["path"] for each in recoveries))
+    for name in phases:
+        table.add_row(name, *(f"{each['phases'][name]:.2f}" if name in each["phases"] else "" for each in recoveries))
+    table.add_row("total", *(f"{each['total_s']:.2f}" for each in recoveries), style="bold")
     console.print(table)
     for each in recoveries:
+        console.print(f"{each['step']}: {each['path']}, cause {each['cause']}")
         if each["message"]:
-            console.print(f"{each['step']}: {each['message']}")
+            reason = "/".join(word for word in (each["reason"], each["detail"]) if word)
+            console.print(f"  {reason}: {each['message']}")
     daemon, client, rate = report["daemon"], report["client"], report["hit_rate"]
     console.print(
         f"daemon: {daemon['rss_mib']} MiB, serving again {daemon['readopt_s']} s after SIGKILL; "

@@ -178,14 +178,14 @@ class Node:
             reply, _ = connection.ask(messages.Status(), messages.Done)
         return reply.data
 
-    def wait_served(self, not_by: int) -> float:
-        """Seconds until another daemon process than ``not_by`` answers with the weights in hand."""
-        began = time.perf_counter()
-        while time.perf_counter() - began < READY_LIMIT_S:
+    def wait_served(self, not_by: int) -> None:
+        """Wait until another daemon process than ``not_by`` answers with the weights in hand."""
+        deadline = time.monotonic() + READY_LIMIT_S
+        while time.monotonic() < deadline:
             with contextlib.suppress(CacheMiss):  # the connection fell into the old daemon's death
                 facts = self.cache_status()
                 if facts["pid"] != not_by and facts["generations"]:
-                    return time.perf_counter() - began
+                    return
             time.sleep(0.005)
         raise TimeoutError(f"no daemon came back within {READY_LIMIT_S} s; see {self.log}")
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 
-def right_answers(model: Path, prompts: list[str], max_tokens: int) -> list[str]:
-    """What greedy decoding continues each prompt with."""
-    command = [sys.executable, "-m", __name__, str(model), str(max_tokens), *prompts]
-    answers: list[str] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+def right_answers(model: Path, questions: list[tuple[str, int]]) -> list[str]:
+    """What greedy decoding continues each prompt with, for as many tokens as are asked for."""
+    command = [sys.executable, "-m", __name__, str(model)]
+    asked = json.dumps(questions).encode()
+    answers: list[str] = json.loads(subprocess.run(command, check=True, input=asked, stdout=subprocess.PIPE).stdout)
     return answers
 
 
@@ -20,15 +21,15 @@ def main() -> None:
     import torch
     import transformers
 
-    model, max_tokens, *prompts = sys.argv[1:]
+    (model,) = sys.argv[1:]
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     engine = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     answers = []
-    for prompt in prompts:
+    for prompt, max_tokens in json.load(sys.stdin):
         inputs = tokenizer(prompt, return_tensors="pt")
-        output = engine.generate(**inputs, do_sample=False, max_new_tokens=int(max_tokens))
+        output = engine.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
         answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print(json.dumps(answers))
 
