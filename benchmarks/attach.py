@@ -120,11 +120,13 @@ def read_from_disk(model: Model, options: argparse.Namespace) -> None:
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 in blocks of 128 x 128, and the inverse scale of each; vectorised over the whole matrix."""
     rows, columns = weight.shape
-    padded = nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    quantised = (blocks / scale[:, None, :, None]).view_as(padded)[:rows, :columns].to(torch.float8_e4m3fn)
-    return quantised.contiguous(), scale
+    padded = nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    tall, wide = padded.shape[0] // BLOCK, padded.shape[1] // BLOCK
+    largest = padded.abs().view(tall, BLOCK, -1).amax(1).view(tall, wide, BLOCK).amax(2)
+    scale = largest.float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    factors = (1 / scale).repeat_interleave(BLOCK, dim=1)[:, None, :columns]
+    scaled = padded.view(tall, BLOCK, -1)[:, :, :columns].float() * factors
+    return scaled.view(-1, columns)[:rows].to(torch.float8_e4m3fn), scale
 
 
 def child(options: argparse.Namespace) -> None:
@@ -250,6 +252,7 @@ def main() -> None:
         options.work = Path(folder)
         options.socket = options.work / "cache.sock"
         os.environ["READMIT_STATE"] = folder
+        os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for each other slow every row on a busy machine
         command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(options.socket), "--metrics", "127.0.0.1:0"]
         with subprocess.Popen(command) as daemon:
             try:
