@@ -143,6 +143,14 @@ def test_check_only_says_that_it_could_start(node: Node) -> None:
     assert node.left_behind() == []
 
 
+def test_parts_of_a_node_can_run_elsewhere(node: Node) -> None:
+    keeper = node.start("up", "--only", "engine")
+    assert list(node.running("a")) == ["a"]
+    (episode,) = node.replay().episodes
+    assert episode.is_open, "the gate, wherever it runs, will close it"
+    assert node.end(keeper)[0] == 0
+
+
 @pytest.mark.parametrize("owner", ["gate", "metrics", "engine"])
 def test_a_taken_port_is_named_before_anything_starts(node: Node, owner: str) -> None:
     address = getattr(node, owner)

@@ -1,5 +1,6 @@
 """``readmit up``: run a node from its configuration."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +13,20 @@ from weightcache.errors import ConfigError
 app = typer.Typer()
 
 
+class Role(StrEnum):
+    """Kinds of a node's processes."""
+
+    DAEMON = "daemon"
+    ENGINE = "engine"
+    GATE = "gate"
+
+
 @app.command("up")
 def command(
     file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The file; readmit.toml if absent.")] = None,
+    only: Annotated[
+        list[Role] | None, typer.Option(help="Only processes of this kind, where others run elsewhere; repeatable.")
+    ] = None,
     check_only: Annotated[bool, typer.Option("--check", help="Only say whether it could start.")] = False,
 ) -> None:
     """Run a node: the weight cache daemon, its engines and the gate, under a keeper that restarts them.
@@ -31,11 +43,14 @@ def command(
             found="neither",
             remedy="deploy/readmit.toml is an example",
         )
-    if config.gate.enabled and config.slot:
+    if config.gate.enabled and config.slot and (not only or Role.GATE in only):
         check_probes(config.gate.probes, config.gate_settings().unverified_ok)
     spec = keeper_spec(config)
-    check(spec, addresses(config))
+    if only:
+        spec = spec._replace(children=tuple(child for child in spec.children if child.role in only))
+    names = [child.name for child in spec.children]
+    check(spec, {name: address for name, address in addresses(config).items() if name in names})
     if check_only:
-        typer.echo(f"{len(spec.children)} processes can start: {', '.join(child.name for child in spec.children)}")
+        typer.echo(f"{len(spec.children)} processes can start: {', '.join(names)}")
         return
     become_keeper(spec)
