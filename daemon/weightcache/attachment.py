@@ -1,7 +1,6 @@
 """One attach, step by step: connect, match, map, verify, bind, buffers. Each is a part of ``load_weights``."""
 
 import contextlib
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,12 @@ from weightcache.arena import MappedArena, kinds
 from weightcache.binding import Binding, garbage_collection_off, require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ImportRejected, ProtocolError
 from weightcache.fingerprint import CacheConfig
+from weightcache.frames import close_all
 from weightcache.journal import Journal
 from weightcache.manifest import Manifest, read
 from weightcache.policy import QUARANTINES
 from weightcache.protocol import Connection
-from weightcache.publish import Resident
+from weightcache.publish import Packed
 from weightcache.version import VERSION
 
 Progress = Callable[[int, int], None]
@@ -121,23 +121,21 @@ class Attachment:
         try:
             with garbage_collection_off():
                 self._bind(generation, descriptors)
-        except ImportRejected as rejected:
-            if rejected.reason in QUARANTINES:
-                self.quarantine(generation, rejected)
+        except BaseException as error:
+            if isinstance(error, ImportRejected) and error.reason in QUARANTINES:
+                self.quarantine(generation, error)
+            self.disconnect()
             raise
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
 
-    def adopt(self, resident: Resident) -> None:
+    def adopt(self, generation: str, packed: Packed) -> None:
         """Replace the model's private weights by what was just published, so that there is one copy of them."""
-        try:
-            self._place(resident.generation, resident.manifest, resident.descriptors[1:])
-        finally:
-            for descriptor in resident.descriptors:
-                os.close(descriptor)
+        self._place(generation, packed.manifest, packed.descriptors[1:])
 
     def _bind(self, generation: str, descriptors: list[int]) -> None:
+        if not descriptors:
+            raise ProtocolError("protocol", "the daemon offered weights without descriptors")
         _, manifest = read(descriptors[0], generation)
         differences = self.config.differences(manifest.config)
         if differences:
@@ -159,9 +157,10 @@ class Attachment:
         if verification is not None:  # a GPU has been at it all the while
             with self.part("verify"):
                 verification.finish()
+        with self.part("buffers"):
+            binding.copy_buffers()  # the last step that can fail; nothing is placed yet
         with self.part("bind"):
             binding.place_parameters()
-        with self.part("buffers"):
             binding.place_buffers()
         # The lease must live exactly as long as the tensors can be used: it hangs on the model.
         self.model.__dict__["_weightcache_lease"] = self.connection

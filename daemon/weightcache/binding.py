@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from weightcache.errors import ImportRejected
+from weightcache.errors import ImportRejected, ResourceError
 from weightcache.manifest import KINDS, Manifest
 
 _PARAMETER: Final = KINDS.index("parameter")
@@ -97,7 +97,7 @@ class Binding:
     """A checked plan for putting an arena's tensors into a model; nothing is placed until it is carried out.
 
     Args:
-        model: any device; what the manifest does not name must not be on meta.
+        model: any device; what the manifest does not name must be a buffer or attribute that is not on meta.
         manifest: validated.
         tensors: one each row of the manifest, on the arena's bytes.
 
@@ -108,6 +108,7 @@ class Binding:
 
     def __init__(self, model: nn.Module, manifest: Manifest, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
+        self._copies: dict[int, torch.Tensor] = {}
         self._parameters: list[tuple[Place, int]] = []
         self._buffers: list[tuple[Place, int]] = []
         found, self._strays, self._modules = walk(model)
@@ -121,8 +122,10 @@ class Binding:
             name, _, _, _, ours, is_parameter = place
             row = rows.get(name)
             if row is None:
-                if ours.is_meta:
-                    (wrong if is_parameter else homeless).append(f"{name} is not in the cache")
+                if is_parameter:
+                    wrong.append(f"{name} is not in the cache")
+                elif ours.is_meta:
+                    homeless.append(f"{name} is not in the cache")
                 continue
             if ours.shape != shapes[row] or ours.dtype != dtypes[codes[row]]:
                 theirs = f"{dtypes[codes[row]]} {shapes[row]}"
@@ -137,34 +140,49 @@ class Binding:
             raise _rejected("import_mismatch", "the resident tensors do not fit the model", wrong)
         if self._strays:
             planned = {id(place.tensor) for place, _ in self._parameters + self._buffers}
-            homeless += [
-                stray.name for stray in self._strays if stray.tensor.is_meta and id(stray.tensor) not in planned
-            ]
+            for stray in self._strays:
+                if id(stray.tensor) in planned:
+                    if isinstance(stray.holder, tuple):
+                        homeless.append(f"{stray.name} is in a tuple, which cannot be changed")
+                elif stray.tensor.is_meta:
+                    homeless.append(stray.name)
         if homeless:
             raise _rejected("state_unrestorable", "the model holds state that the cache cannot restore", homeless)
+
+    def copy_buffers(self) -> None:
+        """Make every buffer's private copy.
+
+        Raises:
+            ResourceError: there is no memory for them.
+        """
+        rows = {row for _, row in self._buffers}
+        try:
+            self._copies = {row: self._tensors[row].clone() for row in rows}
+        except RuntimeError as error:  # how torch says that memory is out
+            raise ResourceError(
+                "no memory for the private copies of the model's buffers",
+                needed=sum(self._tensors[row].nbytes for row in rows),
+                found=str(error),
+            ) from error
 
     def place_parameters(self) -> int:
         """Bind every parameter, aliases to one object; returns how many names were bound."""
         tensors = self._tensors
-        make, parameter_type = torch.Tensor._make_subclass, nn.Parameter
+        make = torch.Tensor._make_subclass
         made: dict[int, torch.Tensor] = {}
-        for (_, _, holder, key, ours, _), row in self._parameters:
-            tensor = made.get(row)
-            if tensor is None:
-                tensor = make(type(ours), tensors[row], False)
-                if type(ours) is not parameter_type:  # an engine's own kind of parameter keeps what hangs on it
+        for (_, _, _, _, ours, _), row in self._parameters:
+            if row not in made:
+                tensor = made[row] = make(type(ours), tensors[row], False)
+                if ours.__dict__:  # engines hang loaders and layouts on their parameters
                     tensor.__dict__.update(ours.__dict__)
-                made[row] = tensor
-            holder[key] = tensor
+        for (_, _, holder, key, _, _), row in self._parameters:
+            holder[key] = made[row]
         return len(self._parameters)
 
     def place_buffers(self) -> int:
-        """Give every buffer a private copy, then let attributes follow and set the model to evaluation."""
-        made: dict[int, torch.Tensor] = {}
+        """Place the buffers' copies, then let attributes follow and set the model to evaluation."""
         for place, row in self._buffers:
-            if row not in made:
-                made[row] = self._tensors[row].clone()
-            place.holder[place.key] = made[row]
+            place.holder[place.key] = self._copies[row]
         if self._strays:
             successors = {id(place.tensor): place.holder[place.key] for place, _ in self._parameters + self._buffers}
             for stray in self._strays:

@@ -4,30 +4,45 @@ asyncio's streams drop descriptors that are passed along, so this works on the s
 """
 
 import asyncio
-import os
 import socket
 from collections.abc import Sequence
 from typing import Final
 
-from weightcache.errors import ProtocolError
+from weightcache.errors import ResourceError
+from weightcache.frames import (
+    HEADER,
+    Peer,
+    body_length,
+    check_descriptors,
+    close_all,
+    decode_request,
+    encode,
+    peer_of,
+    receive_some,
+    send_frame,
+)
 from weightcache.messages import Reply, Request
-from weightcache.protocol import HEADER, Peer, body_length, decode_request, encode, peer_of, receive_some, send_frame
 
 EXCHANGE_LIMIT_S: Final = 10.0
 """From a frame's first byte to its last, and for a reply to be taken: a peer slower than this is not served."""
-SILENCE_LIMIT_S: Final = 30.0
+SILENCE_LIMIT_S: Final = 10.0
 """How long a connection that holds nothing may stay silent."""
+_CROWDED_PAUSE_S: Final = 0.01
 
 
 class Hangup(Exception):
-    """The client is gone, or too slow to be served; its connection ends here."""
+    """The connection ends here: the client is gone, or too slow to be served (``late``)."""
+
+    def __init__(self, why: str, *, late: bool = False) -> None:
+        super().__init__(why)
+        self.late = late
 
 
 class Channel:
     """Frames on one accepted connection.
 
     Args:
-        connection: non-blocking; the channel closes it.
+        connection: the channel closes it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -43,7 +58,7 @@ class Channel:
 
         Raises:
             Hangup: the client hung up, or was silent or slow beyond the limits.
-            ProtocolError: what came is no request.
+            CacheMiss: what came is no request (``protocol``), or descriptors were lost (``resource``).
         """
         descriptors: list[int] = []
         try:
@@ -51,16 +66,16 @@ class Channel:
                 header = await self._some(HEADER.size, descriptors)
             async with asyncio.timeout(EXCHANGE_LIMIT_S):
                 header += await self._exactly(HEADER.size - len(header), descriptors)
-                body = await self._exactly(body_length(header), descriptors)
-            request = decode_request(body)
-            promised = getattr(request, "descriptors", 0)
-            if promised != len(descriptors):
-                raise ProtocolError("protocol", "descriptors are missing", expected=promised, found=len(descriptors))
-        except BaseException as error:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if isinstance(error, TimeoutError | OSError):
-                raise Hangup(str(error) or "silent beyond the limit") from error
+                request = decode_request(await self._exactly(body_length(header), descriptors))
+            check_descriptors(request, descriptors)
+        except TimeoutError as error:
+            close_all(descriptors)
+            raise Hangup("silent beyond the limit", late=True) from error
+        except OSError as error:
+            close_all(descriptors)
+            raise Hangup(str(error)) from error
+        except BaseException:
+            close_all(descriptors)
             raise
         return request, descriptors
 
@@ -69,8 +84,10 @@ class Channel:
 
         Raises:
             Hangup: the client hung up, or did not take the reply within `EXCHANGE_LIMIT_S`.
+            ResourceError: the descriptors cannot be sent.
         """
         rest = memoryview(encode(reply))
+        crowded: ResourceError | None = None
         try:
             async with asyncio.timeout(EXCHANGE_LIMIT_S):
                 while rest:
@@ -78,23 +95,15 @@ class Channel:
                         sent = send_frame(self.connection, rest, descriptors)
                     except BlockingIOError:
                         await self._ready(write=True)
-                        continue
-                    rest, descriptors = rest[sent:], ()
-        except (TimeoutError, OSError) as error:
-            raise Hangup(str(error) or "took no reply within the limit") from error
-
-    async def hung_up(self) -> None:
-        """Return when the client hangs up. Must not run beside `receive`."""
-        while True:
-            await self._ready()
-            try:
-                if not self.connection.recv(1, socket.MSG_PEEK):
-                    return
-            except BlockingIOError:
-                continue
-            except OSError:
-                return
-            await asyncio.sleep(0.05)  # a request came early; it is read when its turn comes
+                    except ResourceError as error:
+                        crowded = error  # others' descriptors are on the way; they arrive soon
+                        await asyncio.sleep(_CROWDED_PAUSE_S)
+                    else:
+                        rest, descriptors, crowded = rest[sent:], (), None
+        except TimeoutError as error:
+            raise crowded or Hangup("took no reply within the limit", late=True) from error
+        except OSError as error:
+            raise Hangup(str(error)) from error
 
     def close(self) -> None:
         self.connection.close()

@@ -8,9 +8,8 @@ engines, where import time is recovery time.
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -23,14 +22,13 @@ from weightcache.binding import require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ResourceError
 from weightcache.fingerprint import CacheConfig
 from weightcache.journal import Journal
+from weightcache.messages import LOAD_WORKER, MAX_WAIT_S
+from weightcache.own_daemon import ensure_daemon
 from weightcache.parity import resident_layout
-from weightcache.policy import PUBLISHES_AFTER, check_overrides, policy_for
-from weightcache.protocol import Connection
-from weightcache.publish import publish
-from weightcache.version import VERSION
+from weightcache.policy import PUBLISHES_AFTER, USELESS, check_overrides, policy_for
+from weightcache.publish import Packed, offer, pack
 from weightcache.vocabulary import MODES
 
-_DAEMON_START_LIMIT_S: Final = 15.0
 _PROGRESS_EVERY_S: Final = 0.25
 
 
@@ -80,10 +78,13 @@ def attach(
 
     Raises:
         CacheMiss: the policy says ``fail``, or there is no ``load``; the model is unchanged.
+        CheckpointError: the files that ``load`` reads are bad.
         ConfigError: the mode or a policy is unknown, or mode ``off`` has no ``load``.
     """
     if mode not in MODES:
         raise ConfigError("mode", f"{mode!r} is no mode", expected=", ".join(MODES), found=mode)
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise ConfigError("wait_s", "nobody can wait that long", expected=f"0 to {MAX_WAIT_S} s", found=wait_s)
     check_overrides(policies)
     attachment = Attachment(
         model,
@@ -121,6 +122,8 @@ class _Recovery:
         self.wait_s = wait_s
         self.progress = progress
         self.origin = origin or attachment.config.model_path
+        self._counted = LOAD_WORKER in os.environ
+        self._reported = 0.0
 
     def run(self, load_command: Sequence[str] | None, detach: bool, barred: CacheMiss | None) -> Outcome:
         try:
@@ -132,47 +135,59 @@ class _Recovery:
                 self._require_export(prove=False)
                 self.attachment.map(0.0, None)
             except CacheMiss as miss:
+                # What was mapped is held by the frames of the error: it must go before another copy is made.
+                traceback.clear_frames(miss.__traceback__)
                 self._miss(miss, load_command)
             else:
                 self.outcome.path = "hit"
-                self._journal_hit()
+                facts = {"mode": self.outcome.mode, "generation": self.outcome.generation, "bytes": self.outcome.bytes}
+                self._count("hit", facts)
         except BaseException:
             self.attachment.disconnect()
             raise
         return self.outcome
 
-    def _journal_hit(self) -> None:
-        facts = {"mode": self.outcome.mode, "generation": self.outcome.generation, "bytes": self.outcome.bytes}
-        self.attachment.journal.append("lookup", "hit", facts)
+    def _count(self, result: str, facts: Mapping[str, object]) -> None:
+        """Journal what this attach came to, once."""
+        if not self._counted:
+            self.attachment.journal.append("lookup", result, facts)
+        self._counted = True
+
+    def _count_miss(self, miss: CacheMiss, policy: str) -> None:
+        outcome = self.outcome
+        if outcome.reason is None:
+            outcome.reason, outcome.detail, outcome.message = miss.reason, miss.detail, str(miss)
+            outcome.differences = miss.data.get("differences", [])
+        self._count("miss", {"mode": outcome.mode, "policy": policy, **miss.to_dict()})
+
+    def _policy(self, reason: str) -> str:
+        return policy_for(reason, self.outcome.mode, self.policies)
 
     def _miss(self, miss: CacheMiss, load_command: Sequence[str] | None) -> None:
-        policy = policy_for(miss.reason, self.outcome.mode, self.policies)
-        outcome = self.outcome
-        outcome.reason, outcome.detail, outcome.message = miss.reason, miss.detail, str(miss)
-        outcome.differences = miss.data.get("differences", [])
-        facts = {"mode": outcome.mode, "policy": policy, **miss.to_dict()}
-        self.attachment.journal.append("lookup", "miss", facts)
-        if policy == "fail":
-            raise miss
+        policy = self._policy(miss.reason)
         if policy == "wait":
-            waited = self._wait(miss, load_command)
-            if waited is None:
+            self._count_miss(miss, policy)
+            after = self._wait(miss, load_command)
+            if after is None:
                 return
-            if outcome.mode == "daemon":
-                raise waited
-            miss = waited
-        self._fall_back(miss, replace=policy == "replace")
+            if self.outcome.mode == "daemon":
+                raise after
+            miss = after
+        if policy == "fail" or self.load is None:
+            self._count_miss(miss, "fail")
+            raise miss
+        self._fall_back(miss, policy)
 
-    def _wait(self, miss: CacheMiss, load_command: Sequence[str] | None) -> CacheMiss | None:
+    def _wait(self, miss: CacheMiss, load_command: Sequence[str] | None = None) -> CacheMiss | None:
         """Wait for the load that is under way, or have the daemon start one; None once the weights are mapped."""
-        attachment = self.attachment
         try:
             if miss.reason != "daemon_loading":
                 if not load_command:
                     return miss
                 self._have_it_loaded(load_command)
-            attachment.map(self.wait_s, self.progress)
+            self.attachment.map(self.wait_s, self.progress)
         except CacheMiss as after:
+            traceback.clear_frames(after.__traceback__)
             return after
         return None
 
@@ -186,12 +201,23 @@ class _Recovery:
                 if isinstance(reply, messages.Loading) and self.progress:
                     self.progress(reply.done, reply.total)
 
-    def _fall_back(self, miss: CacheMiss, *, replace: bool) -> None:
+    def _fall_back(self, miss: CacheMiss, policy: str) -> None:
         """Load from disk; publish where the daemon answered and there is room, else stay private and say why."""
-        if self.load is None:
-            raise miss
-        claimed = miss.reason in PUBLISHES_AFTER and self._claim(replace)
+        assert self.load is not None
+        claimed = False
+        if miss.reason in PUBLISHES_AFTER:
+            replace = policy == "replace" or (miss.reason in USELESS and self._is_short())
+            refused = self._claim(replace)
+            if refused and refused.reason == "daemon_loading" and self._policy("daemon_loading") == "wait":
+                # Somebody else was quicker: one load is enough for all.
+                self._count_miss(miss, policy)
+                if self._wait(refused) is None:
+                    return
+                refused = self._claim(replace)
+            claimed = refused is None
+            self.outcome.private_because = str(refused) if refused else None
         self._require_memory(miss)
+        self._count_miss(miss, policy)
         if claimed and not self._on_gpu and self._available().bytes < 2 * self.load_bytes:
             self.outcome.private_because = "publishing would need memory for a second copy while it copies"
             claimed = False
@@ -203,28 +229,36 @@ class _Recovery:
         if claimed:
             self._publish()
 
-    def _claim(self, replace: bool) -> bool:
+    def _claim(self, replace: bool) -> CacheMiss | None:
+        """Ask for the right to load and publish; why it is not given, or None."""
         attachment = self.attachment
         try:
             self._require_export(prove=True)
             request = messages.Claim(config=attachment.config.to_dict(), bytes=self.load_bytes, replace=replace)
             attachment.connect().ask(request, messages.Claimed)
         except CacheMiss as refused:
-            self.outcome.private_because = str(refused)
-            return False
-        return True
+            return refused
+        return None
+
+    def _is_short(self) -> bool:
+        return self.load_bytes > self._available().bytes
 
     def _require_memory(self, miss: CacheMiss) -> None:
         there = self._available()
-        if self.load_bytes > there.bytes:
-            raise ResourceError(
-                f"no memory for a second copy of the weights beside what is resident ({miss.reason})",
-                expected=f"{self.load_bytes} bytes available under {there.limit}",
-                found=f"{there.bytes} bytes",
-                remedy="Release the resident generation (readmit cache release) and start again",
-                needed=self.load_bytes,
-                available=there.bytes,
-            ) from miss
+        if self.load_bytes <= there.bytes:
+            return
+        short = ResourceError(
+            f"no memory for a second copy of the weights beside what is resident ({miss.reason})",
+            expected=f"{self.load_bytes} bytes available under {there.limit}",
+            found=f"{there.bytes} bytes",
+            remedy="Release the resident generation (readmit cache release) and start again",
+            needed=self.load_bytes,
+            available=there.bytes,
+            limit=there.limit,
+            because=miss.to_dict(),
+        )
+        self._count_miss(short, "fail")
+        raise short from miss
 
     @property
     def _on_gpu(self) -> bool:
@@ -248,67 +282,33 @@ class _Recovery:
         connection = self.attachment.connection
         if connection is not None and (now - self._reported > _PROGRESS_EVERY_S or done == total):
             self._reported = now
-            with contextlib.suppress(CacheMiss):  # progress is for those who wait; the load goes on without
-                connection.send(messages.Progress(done=done, total=total))
-
-    _reported = 0.0
+            connection.tell(messages.Progress(done=done, total=total))
 
     def _publish(self) -> None:
-        attachment = self.attachment
-        journal = attachment.journal
-        assert attachment.connection is not None
+        attachment, journal = self.attachment, self.attachment.journal
         journal.append("publish", "begin", {"config": attachment.config.to_dict()})
         try:
             with attachment.part("publish"):
-                resident = publish(
-                    attachment.connection,
-                    attachment.model,
-                    attachment.config,
-                    origin=self.origin,
-                    slot=journal.context.slot,
-                )
+                packed = pack(attachment.model, attachment.config, origin=self.origin, slot=journal.context.slot)
+            with contextlib.closing(packed):
+                with attachment.part("publish"):
+                    generation = self._offer(packed)
+                attachment.adopt(generation, packed)
         except CacheMiss as refused:
             # The engine has its weights and can serve; what did not fit stays private, and says so.
             self.outcome.private_because = str(refused)
             journal.append("publish", "failed", refused.to_dict())
             attachment.disconnect()
-            return
-        attachment.adopt(resident)
 
-
-def ensure_daemon(socket: Path, journal: Journal, *, detach: bool) -> None:
-    """Start a daemon at a socket unless one answers there; it ends with this process unless detached.
-
-    Raises:
-        CacheMiss: it does not come up, or whoever listens there is not to be trusted.
-    """
-    if _answers(socket):
-        return
-    command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(socket), "--metrics", "127.0.0.1:0"]
-    if journal.path is not None:
-        command += ["--journal", str(journal.path)]
-    if not detach:
-        command += ["--until-pid", str(os.getpid())]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + _DAEMON_START_LIMIT_S
-    while time.monotonic() < deadline:
-        if _answers(socket):
-            return
-        if process.poll() not in (None, 0):
-            raise CacheMiss(
-                "no_daemon",
-                f"the weight cache daemon started for {socket} ended with status {process.returncode}",
-                remedy="Start it by hand to see why: " + " ".join(command),
-            )
-        time.sleep(0.02)
-    raise CacheMiss("timeout", f"the daemon started for {socket} does not answer", pid=process.pid)
-
-
-def _answers(socket: Path) -> bool:
-    try:
-        Connection(socket, messages.Hello(version=VERSION)).close()
-    except CacheMiss as miss:
-        if miss.reason in ("no_daemon", "refused"):
-            return False
-        raise
-    return True
+    def _offer(self, packed: Packed) -> str:
+        try:
+            return offer(self.attachment.connect(), packed)
+        except CacheMiss as died:
+            if died.reason != "daemon_died":
+                raise
+            # The daemon was killed while this engine loaded. Its successor knows nothing of the claim.
+            self.attachment.disconnect()
+            refused = self._claim(replace=False)
+            if refused is not None:
+                raise refused from died
+            return offer(self.attachment.connect(), packed)

@@ -9,20 +9,25 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import resource
 import signal
 import socket
 import stat
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from weightcache import paths
+from weightcache.deposit import Deposit
 from weightcache.errors import ConfigError, ResourceError, WeightCacheError
+from weightcache.gpu_watch import Finding, GpuWatch, NvmlError
 from weightcache.journal import Journal, boot_id
 from weightcache.process import Process, Stat
+from weightcache.recollection import recall
 from weightcache.registry import Registry
 from weightcache.residency import Residency
 from weightcache.sdnotify import Notifier, listen_fds
@@ -30,18 +35,24 @@ from weightcache.server import Server
 from weightcache.telemetry import Telemetry
 
 _TELEMETRY_EVERY_S: Final = 0.2
+_AFTER_FAULT_S: Final = 30
+_log: Final = logging.getLogger("weightcache.daemon")
 
 
 def _bind(path: Path) -> socket.socket:
-    """Bind the socket; the caller holds the lock, so whatever is there belongs to no living daemon."""
+    """Bind the socket; the caller holds the lock, so a socket of ours that is there belongs to no living daemon.
+
+    Raises:
+        ResourceError: detail ``name``: something else is there. It is left alone.
+    """
     with contextlib.suppress(FileNotFoundError):
-        mode = path.lstat().st_mode
-        if not stat.S_ISSOCK(mode):
-            raise ConfigError(
-                "name_taken",
+        status = path.lstat()
+        if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+            raise ResourceError(
                 f"{path} is in the way",
-                expected="a socket, or nothing",
-                found=stat.filemode(mode),
+                detail="name",
+                expected=f"a socket of uid {os.geteuid()}, or nothing",
+                found=f"{stat.filemode(status.st_mode)} of uid {status.st_uid}",
                 remedy="Move it away or choose another --socket",
             )
         path.unlink()
@@ -55,9 +66,16 @@ def lock(path: Path) -> int:
     """Own a socket's name for as long as the returned descriptor is open.
 
     Raises:
-        ResourceError: detail ``name``: another daemon holds it.
+        ResourceError: detail ``name``: another daemon holds it, or there can be no lock.
     """
-    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ResourceError(
+            f"{path}.lock cannot be opened: {error.strerror}",
+            detail="name",
+            remedy="Move it away or choose another --socket",
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -93,74 +111,147 @@ def _raise_descriptor_limit() -> None:
 
 
 async def _keep_telemetry(telemetry: Telemetry) -> None:
-    loop = asyncio.get_running_loop()
     while True:
-        await loop.run_in_executor(None, telemetry.step)
+        try:
+            await asyncio.to_thread(telemetry.step)
+        except Exception:  # noqa: BLE001 - a fault of the exporter must not take the weights along
+            _log.exception("telemetry failed; it goes on in %d s", _AFTER_FAULT_S)
+            await asyncio.sleep(_AFTER_FAULT_S)
         await asyncio.sleep(_TELEMETRY_EVERY_S)
 
 
+class _Handed(NamedTuple):
+    """What the keeper kept for this daemon, by kind."""
+
+    listener: socket.socket | None
+    generations: list[tuple[str, int]]
+    leases: list[tuple[str, int]]
+
+    @classmethod
+    def sort(cls, handed: list[tuple[str, int]], path: Path, deposit: Deposit) -> "_Handed":
+        """Take what is ours, and give up the rest: a listener of another path, or one whose path is gone."""
+        listener: socket.socket | None = None
+        generations, leases = [], []
+        for name, descriptor in handed:
+            kind = name.partition("-")[0]
+            if kind in ("manifest", "arena"):
+                generations.append((name, descriptor))
+            elif kind == "lease":
+                leases.append((name, descriptor))
+            elif name == "listen" and listener is None and _listens_at(path, descriptor):
+                listener = socket.socket(fileno=descriptor)
+            else:
+                deposit.remove([name])
+                os.close(descriptor)
+        return cls(listener, generations, leases)
+
+
+def _listens_at(path: Path, descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as stored:
+        return stored.getsockname() == os.fspath(path) and path.is_socket()
+
+
+def _watch_gpus(residency: Residency, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
+    """Watch this machine's GPUs, if it has any, in a thread of its own."""
+
+    def report(finding: Finding) -> None:
+        loop.call_soon_threadsafe(residency.lose, finding.uuid, finding.detail, finding.message)
+
+    watch = GpuWatch(report)
+    try:
+        watch.start()
+    except NvmlError as error:
+        if error.reason != "missing":
+            _log.warning("GPUs are not watched: %s", error)
+        return
+    threading.Thread(target=watch.run, args=(stop,), name="gpu-watch", daemon=True).start()
+
+
 async def run(options: argparse.Namespace) -> None:
-    """Run a daemon with parsed options until SIGTERM, SIGINT or the end of ``--until-pid``."""
+    """Run a daemon with parsed options until SIGTERM, SIGINT or the end of ``--until-pid``.
+
+    Raises:
+        ConfigError: an option cannot work; nothing was touched.
+        ResourceError: detail ``name``: another daemon owns the socket.
+    """
     began = time.monotonic()
     handed = listen_fds()
     path = paths.checked_socket_path(Path(options.socket)) if options.socket else paths.socket_path()
     paths.private_dir(path.parent)
-    held = lock(path)
-    _raise_descriptor_limit()
-    journal = Journal(options.journal or paths.journal_path(), checkpoints=True)
-    notifier = Notifier.from_environment()
-    instance = os.urandom(8).hex()
-    residency = Residency(Registry(options.capacity), journal, notifier, instance)
-    listener = next((socket.socket(fileno=descriptor) for name, descriptor in handed if name == "listen"), None)
-    server = Server(path, listener or _bind(path), residency, instance, frozenset({os.getuid(), *options.allow_uid}))
-    telemetry = Telemetry(journal, residency.registry, options.metrics, options.spans)
-    stop = asyncio.Event()
+    engine = _engine(options.until_pid) if options.until_pid else None
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock(path))
+        _raise_descriptor_limit()
+        journal = Journal(options.journal or paths.journal_path(), checkpoints=True)
+        stack.callback(journal.close)
+        registry = Registry(options.capacity)
+        telemetry = Telemetry(journal, registry, options.metrics, options.spans)
+        telemetry.start()
+        stack.callback(telemetry.close)
+        deposit = Deposit(Notifier.from_environment())
+        stack.callback(deposit.close)
+        residency = Residency(registry, journal, deposit, os.urandom(8).hex())
+        await _serve(path, handed, residency, telemetry, options.allow_uid, engine, began)
+
+
+async def _serve(
+    path: Path,
+    handed: list[tuple[str, int]],
+    residency: Residency,
+    telemetry: Telemetry,
+    allowed: list[int],
+    engine: Process | None,
+    began: float,
+) -> None:
+    deposit, journal = residency.deposit, residency.journal
+    kept = _Handed.sort(handed, path, deposit)
+    past = recall(journal)
+    residency.adopt(kept.generations, past, boot_id())
+    listener = kept.listener or _bind(path)
+    server = Server(path, listener, residency, frozenset({os.geteuid(), *allowed}))
+    for name, descriptor in kept.leases:
+        server.adopt_lease(name, descriptor, past.leases.get(name))
+    stop, stop_watching = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, server.store_everything)
-    if options.until_pid:
-        loop.add_reader(_engine(options.until_pid), stop.set)
-    residency.adopt(handed)
-    for name, descriptor in handed:
-        if name.startswith("lease-"):
-            server.adopt_lease(name, descriptor)
-    if listener is None:
+    if engine is not None:
+        loop.add_reader(engine, stop.set)
+    if kept.listener is None:
         server.store_everything()
     server.start()
+    deposit.notifier.ready(f"serving {len(residency.registry.generations)} generations")
     _journal_start(residency, began)
-    notifier.ready(f"serving {len(residency.registry.generations)} generations")
-    telemetry.start()
+    _watch_gpus(residency, loop, stop_watching)
     keeping = asyncio.create_task(_keep_telemetry(telemetry))
     try:
         await stop.wait()
     finally:
         # What others wait for is given back before telemetry is flushed.
-        notifier.stopping()
+        deposit.notifier.stopping()
+        stop_watching.set()
         await server.stop()
-        if not notifier.active:
-            path.unlink(missing_ok=True)
+        listener.close()
+        if not deposit.active:
+            path.unlink(missing_ok=True)  # noqa: ASYNC240 - nobody is served any more
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         journal.append("process", "exited", {"process": "daemon", "pid": os.getpid(), "exit_code": 0})
-        telemetry.close()
-        journal.close()
-        os.close(held)
 
 
 def _journal_start(residency: Residency, began: float) -> None:
-    registry, journal = residency.registry, residency.journal
-    losses = registry.learn_losses(journal.query("WHERE kind IN ('publish', 'release') ORDER BY id"), boot_id())
+    registry = residency.registry
     facts = {
         "process": "daemon",
         "pid": os.getpid(),
         "start_ticks": _start_ticks(),
         "generations": list(registry.generations),
         "leases": registry.leases,
-        "losses": {loss.generation: loss.detail for loss in losses},
+        "losses": {loss.generation: loss.detail for loss in registry.losses},
         "seconds": round(time.monotonic() - began, 6),
     }
-    journal.append("process", "readopted" if registry.generations else "started", facts)
+    residency.journal.append("process", "readopted" if registry.generations else "started", facts)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -184,9 +275,12 @@ def size(text: str) -> int:
     number = text.strip().rstrip("BKMGTIbkmgti")
     unit = text.strip()[len(number) :].upper()
     try:
-        return int(float(number) * units[unit])
-    except (KeyError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 120GiB, 4GB or bytes") from error
+        found = int(float(number) * units[unit])
+    except (KeyError, ValueError, OverflowError):
+        found = -1
+    if found < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 120GiB, 4GB or bytes")
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:

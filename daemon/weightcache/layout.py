@@ -4,6 +4,7 @@ Tensors that share a storage (views of one buffer, a transposed weight) share th
 all; tensors that are one object under several names (tied weights) are stored once.
 """
 
+import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -70,12 +71,12 @@ def of(model: nn.Module) -> Layout:
     for low, high, members in _runs(found):
         # Several views of one storage keep its phase, so that every one of them stays as aligned as it was.
         start = align(end) + (low % ALIGNMENT if len(members) > 1 else 0)
-        regions.append(Region(start, high - low, _bytes(found[members[0]].tensor, low, high), members))
+        regions.append(Region(start, high - low, _bytes([found[row].tensor for row in members], low, high), members))
         for member in members:
             offsets[member] = start + _extent(found[member].tensor)[0] - low
         end = start + high - low
     rows = [Row(place.name, place.tensor, _kind(place), offset) for place, offset in zip(found, offsets, strict=True)]
-    return Layout(align(end), rows, regions, aliases)
+    return Layout(align(max(end, 1)), rows, regions, aliases)  # an arena has bytes, even if no tensor has any
 
 
 def _runs(found: list[Place]) -> Iterator[tuple[int, int, list[int]]]:
@@ -103,11 +104,17 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _bytes(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """The bytes between two addresses of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return flat[low - storage.data_ptr() : high - storage.data_ptr()]
+def _bytes(members: list[torch.Tensor], low: int, high: int) -> torch.Tensor:
+    """The bytes between two addresses, which these overlapping tensors cover."""
+    for tensor in members:
+        storage = tensor.untyped_storage()
+        start = low - storage.data_ptr()
+        if start >= 0 and start + high - low <= storage.nbytes():
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            return flat[start : start + high - low]
+    # Overlapping storages, none of which holds it all: made over one piece of memory by torch.frombuffer.
+    whole = (ctypes.c_ubyte * (high - low)).from_address(low)
+    return torch.frombuffer(whole, dtype=torch.uint8)
 
 
 def _kind(place: Place) -> int:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from weightcache.errors import CacheMiss
+from weightcache.messages import LOAD_WORKER
 
 _STOP_LIMIT_S = 5.0
 _TAIL_LINES = 20
@@ -21,7 +22,7 @@ class LoadWorker:
     """One engine process that loads for the cache.
 
     Args:
-        argv: the command; its caller runs as the daemon's own user, so this lends nobody anything.
+        argv: the command, from somebody who could run it as well.
         env: variables added to the daemon's own.
         socket: where it publishes.
         journal: where its events go.
@@ -29,7 +30,7 @@ class LoadWorker:
 
     def __init__(self, argv: list[str], env: dict[str, str], socket: Path, journal: Path | None) -> None:
         self._argv = argv
-        self._env = {**os.environ, **env, "WEIGHTCACHE_SOCKET": str(socket)}
+        self._env = {**os.environ, **env, "WEIGHTCACHE_SOCKET": str(socket), LOAD_WORKER: "1"}
         for name in ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"):
             self._env.pop(name, None)
         if journal is not None:
@@ -61,10 +62,10 @@ class LoadWorker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no argument or variable of a process looks like that
             raise CacheMiss(
                 "absent",
-                f"the load worker cannot be started: {error.strerror}",
+                f"the load worker cannot be started: {error}",
                 found=" ".join(self._argv),
                 remedy="Check that the command exists and can be run by the daemon's user",
             ) from error

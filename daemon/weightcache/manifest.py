@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -18,9 +18,13 @@ from weightcache.errors import ImportRejected
 from weightcache.fingerprint import CacheConfig
 
 VERSION: Final = 1
-MAX_BYTES: Final = 256 << 20
-"""A manifest of 30,000 tensors takes about 3 MiB; more than this is not a manifest."""
+MAX_BYTES: Final = 16 << 20
+"""A manifest of 30,000 tensors takes 2.5 MiB; decoded, a hostile one takes thirty times its size."""
+MAX_DIMENSIONS: Final = 64
+"""torch's own limit for most operations; a shape of a million would keep us multiplying for hours."""
+_MAX_EMPTY: Final = 1 << 48
 
+ARENAS: Final = ("memfd", "cuda_vmm")
 KINDS: Final = ("parameter", "buffer", "non_persistent_buffer")
 
 ITEM_SIZES: Final = {
@@ -114,16 +118,32 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.msgpack.encode(self)
 
 
+class Head(msgspec.Struct, frozen=True):
+    """What the daemon needs of a manifest that was validated when it was published: everything but the tensors."""
+
+    config: CacheConfig
+    publisher: Publisher
+    arena: str
+    chunks: list[int]
+    kinds: bytes
+    device: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the arena."""
+        return sum(self.chunks)
+
+
 def decode(content: bytes | memoryview) -> Manifest:
     """Read and validate a manifest.
 
     Raises:
         ImportRejected: reason ``manifest_invalid``; says which row breaks which rule.
     """
-    try:
-        manifest = _decoder.decode(content)
-    except msgspec.MsgspecError as error:
-        raise _invalid(f"the manifest does not decode: {error}") from error
+    manifest = _decoded(_decoder, content)
     validate(manifest)
     return manifest
 
@@ -141,18 +161,44 @@ def read(descriptor: int, generation: str | None = None) -> tuple[str, Manifest]
     Raises:
         ImportRejected: reason ``manifest_invalid``.
     """
-    size = os.fstat(descriptor).st_size
-    if size > MAX_BYTES:
-        raise _invalid("the manifest is too long", expected=f"at most {MAX_BYTES} bytes", found=f"{size} bytes")
-    require_sealed(descriptor, size, "manifest")
-    content = os.pread(descriptor, size, 0)
-    found = generation_of(content)
+    found, content = _content(descriptor)
     if generation is not None and found != generation:
         raise _invalid("the manifest is not the one its generation names", expected=generation, found=found)
     return found, decode(content)
 
 
+def read_head(descriptor: int, generation: str) -> Head:
+    """Read the head of a manifest that its generation's name proves to be the one that was validated once.
+
+    Raises:
+        ImportRejected: reason ``manifest_invalid``.
+    """
+    found, content = _content(descriptor)
+    if found != generation:
+        raise _invalid("the manifest is not the one its generation names", expected=generation, found=found)
+    return _decoded(_head_decoder, content)
+
+
+def _content(descriptor: int) -> tuple[str, bytes]:
+    """The generation that a sealed manifest names, and its content."""
+    size = os.fstat(descriptor).st_size
+    if size > MAX_BYTES:
+        raise _invalid("the manifest is too long", expected=f"at most {MAX_BYTES} bytes", found=f"{size} bytes")
+    require_sealed(descriptor, size, "manifest")
+    content = os.pread(descriptor, size, 0)
+    return generation_of(content), content
+
+
 _decoder = msgspec.msgpack.Decoder(Manifest)
+_head_decoder = msgspec.msgpack.Decoder(Head)
+T = TypeVar("T")
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[T]", content: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(content)
+    except msgspec.MsgspecError as error:
+        raise _invalid(f"the manifest does not decode: {error}") from error
 
 
 def generation_of(content: bytes | memoryview) -> str:
@@ -187,8 +233,12 @@ def validate(manifest: Manifest) -> None:
             raise _invalid(f"alias {name!r} points at row {row} of {count}, or takes a row's name")
     if manifest.kinds and max(manifest.kinds) >= len(KINDS):
         raise _invalid("a row is of no known kind", expected=KINDS, found=max(manifest.kinds))
-    if any(chunk <= 0 for chunk in manifest.chunks):
-        raise _invalid("a chunk has no bytes", found=manifest.chunks)
+    if manifest.arena not in ARENAS:
+        raise _invalid("the arena is of no known kind", expected=ARENAS, found=manifest.arena)
+    if not manifest.chunks or min(manifest.chunks) <= 0:
+        raise _invalid("a chunk has no bytes", expected="chunks of 1 byte or more", found=manifest.chunks)
+    if manifest.arena == "memfd" and len(manifest.chunks) != 1:
+        raise _invalid("a memory file is in pieces", expected="1 chunk", found=len(manifest.chunks))
     _check_overlap(manifest, list(_extents(manifest)))
 
 
@@ -210,12 +260,16 @@ def _extents(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
     for row, (code, shape, stride, offset) in enumerate(rows):
         if not 0 <= code < len(items):
             raise _broken(manifest, row, f"dtype code {code} of {len(items)}")
-        if shape and min(shape) < 0:
-            raise _broken(manifest, row, f"negative shape {shape}")
+        if shape and (min(shape) < 0 or len(shape) > MAX_DIMENSIONS):
+            raise _broken(manifest, row, f"shape {_short(shape)}")
         item = items[code]
-        if stride is not None and (len(stride) != len(shape) or (stride and min(stride) < 0)):
-            raise _broken(manifest, row, f"stride {stride} for shape {shape}")
-        count = prod(shape) if stride is None else span(shape, stride)
+        count = elements = prod(shape)
+        if stride is not None:
+            if len(stride) != len(shape) or (stride and not 0 <= min(stride) <= max(stride) < _MAX_EMPTY):
+                raise _broken(manifest, row, f"stride {_short(stride)} for shape {shape}")
+            count = span(shape, stride)
+        if elements > size or (not elements and prod(filter(None, shape)) > _MAX_EMPTY):
+            raise _broken(manifest, row, f"shape {shape} for an arena of {size} bytes")
         end = offset + count * item
         if offset < 0 or end > size:
             raise _broken(manifest, row, f"bytes {offset} to {end} outside an arena of {size}")
@@ -240,6 +294,11 @@ def _check_overlap(manifest: Manifest, extents: list[tuple[int, int, int]]) -> N
             raise _broken(manifest, row, f"lies on the bytes of {other!r} without being declared shared")
         if end > furthest:
             furthest, holder = end, row
+
+
+def _short(numbers: tuple[int, ...]) -> str:
+    more = len(numbers) - MAX_DIMENSIONS
+    return f"{numbers[:MAX_DIMENSIONS]}" + (f" and {more} more" if more > 0 else "")
 
 
 def _broken(manifest: Manifest, row: int, what: str) -> ImportRejected:

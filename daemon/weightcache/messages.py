@@ -4,12 +4,23 @@ A client says `Hello` first. Each request is answered by one reply, except that 
 brings `Loading` messages before it. Descriptors travel beside the message that says how many there are.
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
 PROTOCOL: Final = 1
 """Raised when a message changes so that the older side would misread it. Fields may be added without."""
+
+LOAD_WORKER: Final = "WEIGHTCACHE_LOAD_WORKER"
+"""A variable of the processes that `Load` starts: their attaches are part of somebody else's, who counts them."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+MAX_WAIT_S: Final = 7 * 86400.0
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+"""Also keeps out NaN and infinity, which no clock can wait for."""
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""What fits every column of the journal."""
 
 
 class _Message(msgspec.Struct):
@@ -24,8 +35,8 @@ class Hello(_Message, tag="hello"):
     node: str | None = None
     slot: str | None = None
     episode: str | None = None
-    attempt: int | None = None
-    rank: int | None = None
+    attempt: Number | None = None
+    rank: Number | None = None
     traceparent: str | None = None
 
 
@@ -41,14 +52,14 @@ class Attach(_Message, tag="attach"):
     """Map the weights of this identity. ``config`` holds the fields of a `CacheConfig`; one unknown here is a miss."""
 
     config: dict[str, Any]
-    wait_s: float = 0.0
+    wait_s: Seconds = 0.0
 
 
 class Attached(_Message, tag="attached"):
     """A lease, held as long as the connection. Descriptors: the manifest, then the arena's chunks in order."""
 
     generation: str
-    descriptors: int
+    descriptors: Count
 
 
 class Missed(_Message, tag="missed"):
@@ -68,19 +79,20 @@ class Loading(_Message, tag="loading"):
     """Somebody is loading what was asked for."""
 
     pid: int
-    done: int = 0
-    total: int = 0
+    done: Count = 0
+    total: Count = 0
     elapsed_s: float = 0.0
 
 
 class Claim(_Message, tag="claim"):
     """Ask for the right to load and publish one identity; held as long as the connection.
 
-    ``replace`` drops unleased generations of the same model and rank first. ``bytes`` is what it will take.
+    ``replace`` drops what this identity replaces first: unleased generations of the same model and rank that differ
+    or are quarantined. ``bytes`` is what it will take.
     """
 
     config: dict[str, Any]
-    bytes: int = 0
+    bytes: Count = 0
     replace: bool = False
 
 
@@ -93,14 +105,14 @@ class Claimed(_Message, tag="claimed"):
 class Progress(_Message, tag="progress"):
     """How far the holder of a claim is. Not answered."""
 
-    done: int
-    total: int
+    done: Count
+    total: Count
 
 
 class Publish(_Message, tag="publish"):
     """Make a generation resident under the claim held. Descriptors: the manifest, then the arena's chunks."""
 
-    descriptors: int
+    descriptors: Count
 
 
 class Published(_Message, tag="published"):
@@ -130,16 +142,16 @@ class Quarantine(_Message, tag="quarantine"):
     """Hand a generation to nobody (or lift that with ``lift``), with the reason."""
 
     generation: str
-    reason: str
+    reason: Text
     lift: bool = False
 
 
 class Load(_Message, tag="load"):
     """Start an engine process that loads, publishes and exits. Answered by `Loading` until `Done` or `Missed`."""
 
-    argv: list[str]
+    argv: Annotated[list[str], msgspec.Meta(min_length=1)]
     env: dict[str, str] = {}
-    wait_s: float = 0.0
+    wait_s: Seconds = 0.0
 
 
 class Done(_Message, tag="done"):

@@ -31,6 +31,9 @@ PUBLISHES_AFTER: Final = frozenset(
 )
 """Misses after which a copy fresh from disk is published: the daemon answered, and its answer was about the weights."""
 
+USELESS: Final = frozenset({"integrity", "manifest_invalid", "import_mismatch", "quarantined"})
+"""Misses after which the resident copy of these very weights helps nobody: it may go where memory is short."""
+
 QUARANTINES: Final = frozenset({"integrity", "manifest_invalid", "import_mismatch"})
 """Misses that are the generation's own fault: nobody else should meet them again."""
 

@@ -1,6 +1,5 @@
 """Publishing: a loaded model's tensors into a new arena, described by a manifest, made resident by the daemon."""
 
-import errno
 import os
 import time
 from collections.abc import Mapping
@@ -11,66 +10,75 @@ from torch import nn
 from weightcache import layout
 from weightcache.arena import WritableArena, kinds
 from weightcache.arena.seals import sealed_file
-from weightcache.errors import ResourceError
 from weightcache.fingerprint import CacheConfig
+from weightcache.frames import close_all
 from weightcache.manifest import KINDS, Manifest, Publisher
 from weightcache.messages import Publish, Published
 from weightcache.protocol import Connection
 
 
-class Resident(NamedTuple):
-    """What was published: its name, manifest, and descriptors that the caller must close."""
+class Packed(NamedTuple):
+    """A model in an arena, before or after it was published: the manifest, and descriptors (the manifest's first)."""
 
-    generation: str
     manifest: Manifest
     descriptors: list[int]
 
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        close_all(self.descriptors)
+        self.descriptors.clear()
 
-def publish(
-    connection: Connection,
+
+def pack(
     model: nn.Module,
     config: CacheConfig,
     *,
     origin: str,
     slot: str | None = None,
     extras: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
-) -> Resident:
-    """Publish a loaded model under the claim that the connection holds; afterwards it holds a lease.
+) -> Packed:
+    """Copy a loaded model's tensors into a new arena.
 
     Args:
-        connection: holds a claim on ``config``.
         model: fully loaded, nothing on meta.
         config: the identity of its weights.
         origin: where the bytes came from, for operators.
         slot: the engine's slot.
         extras: text to keep with the weights.
-        timeout_s: for the daemon to make it resident.
 
     Raises:
-        ResourceError: no room for the arena, or in the daemon's capacity.
-        CacheMiss: the daemon refused it.
+        ResourceError: no room for the arena.
+        CacheMiss: it cannot be made on this device.
     """
     plan = layout.of(model)
     arena = kinds.writer(plan.size, plan.device)
+    descriptors: list[int] = []
     try:
         for number in range(len(plan.regions)):
             _write(plan, number, arena)
-        descriptors = arena.seal()
+        descriptors += arena.seal()
         manifest = _manifest(plan, arena, config, origin, slot, extras or {})
+        descriptors.insert(0, sealed_file("weightcache-manifest", manifest.encode()))
+    except BaseException:
+        close_all(descriptors)
+        raise
     finally:
         arena.close()
-    try:
-        descriptors.insert(0, sealed_file("weightcache-manifest", manifest.encode()))
-        request = Publish(descriptors=len(descriptors))
-        reply, _ = connection.ask(request, Published, descriptors, timeout_s=timeout_s)
-    except BaseException as error:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if isinstance(error, OSError) and error.errno == errno.ETOOMANYREFS:
-            raise ResourceError("too many descriptors are in flight", detail="descriptors", found=str(error)) from error
-        raise
-    return Resident(reply.generation, manifest, descriptors)
+    return Packed(manifest, descriptors)
+
+
+def offer(connection: Connection, packed: Packed, *, timeout_s: float = 60.0) -> str:
+    """Publish a packed model under the claim that the connection holds; afterwards it holds a lease.
+
+    Returns:
+        The generation.
+
+    Raises:
+        CacheMiss: the daemon refused it, has no room for it, or is gone.
+    """
+    request = Publish(descriptors=len(packed.descriptors))
+    reply, _ = connection.ask(request, Published, packed.descriptors, timeout_s=timeout_s)
+    return reply.generation
 
 
 def _write(plan: layout.Layout, number: int, arena: WritableArena) -> None:

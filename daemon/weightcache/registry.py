@@ -4,8 +4,8 @@ It decides and remembers; it moves no bytes and talks to nobody. All of it can b
 descriptors that the keeper stores, losses from the journal.
 """
 
-import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,8 +14,8 @@ import msgspec
 
 from weightcache.errors import CacheMiss, ResourceError
 from weightcache.fingerprint import FIELDS, CacheConfig, Difference, normalize_path
-from weightcache.journal import Event
-from weightcache.manifest import Manifest
+from weightcache.frames import close_all
+from weightcache.manifest import Head, Manifest
 
 _RANKS: Final = ("tp_rank", "pp_rank", "ep_rank")
 """Another rank's weights are no near match: nobody expects rank 1 to map rank 0's."""
@@ -54,8 +54,8 @@ class Generation:
     last_used_ns: int = field(default_factory=time.monotonic_ns)
 
     @classmethod
-    def of(cls, name: str, manifest: Manifest, descriptors: list[int]) -> "Generation":
-        """The generation that a validated manifest describes."""
+    def of(cls, name: str, manifest: Manifest | Head, descriptors: list[int]) -> "Generation":
+        """The generation that a validated manifest describes; takes the descriptors over."""
         return cls(
             name=name,
             config=manifest.config,
@@ -69,8 +69,8 @@ class Generation:
 
     def close(self) -> None:
         """Let go of the bytes; they live on while an engine has them mapped."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        close_all(self.descriptors)
+        self.descriptors.clear()
 
     def describe(self) -> dict[str, Any]:
         """What `status` shows."""
@@ -130,6 +130,8 @@ class Registry:
         self.generations: dict[str, Generation] = {}
         self.claims: list[Claim] = []
         self.losses: list[Loss] = []
+        self.refused: Counter[str] = Counter()
+        """Connections ended for what their clients are or did, by reason of the closed list."""
 
     @property
     def resident_bytes(self) -> int:
@@ -190,28 +192,31 @@ class Registry:
         """Give the right to load an identity.
 
         Raises:
-            CacheMiss: ``daemon_loading`` while another connection holds it.
+            CacheMiss: ``daemon_loading`` while another connection holds it, or once it has published: ask for them.
         """
         config = parse_config(fields)
         for held in self.claims:
             if not config.differences(held.config) or held.config.key() == config.key():
                 raise CacheMiss("daemon_loading", f"pid {held.pid} is loading these weights", **held.describe())
+        for generation in self.generations.values():
+            if not generation.quarantined and not config.differences(generation.config):
+                raise CacheMiss("daemon_loading", f"these weights are resident by now, as {generation.name}")
         claim = Claim(config, pid)
         self.claims.append(claim)
         return claim
 
     def stale(self, config: CacheConfig) -> list[Generation]:
-        """Unleased generations of the same model and rank that this identity replaces."""
+        """Unleased generations that this identity replaces: of the same model and rank, but other or quarantined."""
         return [
             generation
             for generation in self.generations.values()
             if not generation.leases
             and _same_model(config, generation.config)
-            and config.differences(generation.config)
+            and (generation.quarantined or config.differences(generation.config))
         ]
 
     def make_room(self, needed: int) -> list[Generation]:
-        """The unleased generations to evict, least recently used first, so that ``needed`` bytes fit.
+        """The unleased generations to evict so that ``needed`` bytes fit: quarantined ones, then those longest unused.
 
         Raises:
             ResourceError: detail ``capacity``: even without them it does not fit; nothing is evicted.
@@ -220,7 +225,7 @@ class Registry:
             return []
         excess = self.resident_bytes + needed - self.capacity
         evicted = []
-        for generation in sorted(self.generations.values(), key=lambda each: each.last_used_ns):
+        for generation in sorted(self.generations.values(), key=lambda each: (not each.quarantined, each.last_used_ns)):
             if excess <= 0:
                 break
             if not generation.leases:
@@ -246,28 +251,12 @@ class Registry:
         """Forget a generation and hand it to the caller, who closes it."""
         return self.generations.pop(name)
 
-    def learn_losses(self, events: list[Event], boot: str) -> list[Loss]:
-        """Replay published and released generations; what should be resident and is not was lost, and why."""
-        published: dict[str, Event] = {}
-        for event in events:
-            name = event.attributes.get("generation")
-            if event.kind == "publish" and event.name == "published" and name:
-                published[name] = event
-            elif event.kind == "release" and name:
-                published.pop(name, None)
-        losses = []
-        for name, event in published.items():
-            if name in self.generations:
-                continue
-            try:
-                config = CacheConfig.from_dict(event.attributes["config"])
-            except (KeyError, msgspec.ValidationError):
-                continue  # written by a release with other fields: no client of today can ask for it
-            if any(not config.differences(there.config) for there in self.generations.values()):
-                continue
-            losses.append(Loss(name, config, "keeper_lost" if event.boot_id == boot else "node_reboot"))
-        self.losses = losses
-        return losses
+    def lose(self, generation: str, config: CacheConfig, detail: str) -> None:
+        """Remember that weights are gone which nobody gave up, unless the same are resident."""
+        if any(not config.differences(there.config) for there in self.generations.values()):
+            return
+        self.losses = [loss for loss in self.losses if loss.config.differences(config)]
+        self.losses.append(Loss(generation, config, detail))
 
 
 def parse_config(fields: Mapping[str, Any]) -> CacheConfig:
@@ -286,13 +275,20 @@ def parse_config(fields: Mapping[str, Any]) -> CacheConfig:
             differences=[msgspec.to_builtins(difference)],
             remedy="Run the same readmit release in the daemon's and the engine's environment",
         )
+    missing = [name for name in FIELDS if name not in fields]
+    if missing:
+        raise CacheMiss(
+            "fingerprint",
+            f"the field {missing[0]!r} is missing, so nothing resident can be proven equal",
+            detail=missing[0],
+            expected=", ".join(FIELDS),
+            found=", ".join(fields),
+            remedy="Run the same readmit release in the daemon's and the engine's environment",
+        )
     try:
         return CacheConfig.from_dict(dict(fields))
     except msgspec.ValidationError as error:
-        missing = [name for name in FIELDS if name not in fields]
-        raise CacheMiss(
-            "fingerprint", f"the fields do not make an identity: {error}", detail=missing[0] if missing else None
-        ) from error
+        raise CacheMiss("fingerprint", f"the fields do not make an identity: {error}") from error
 
 
 def _same_model(wanted: CacheConfig, there: CacheConfig) -> bool:

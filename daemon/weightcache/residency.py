@@ -6,20 +6,23 @@ checked before it counts again: seals, sizes, and a manifest that is the one its
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from weightcache.arena.seals import require_sealed
+from weightcache.deposit import Deposit
 from weightcache.errors import CacheMiss, ImportRejected, ProtocolError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
+from weightcache.frames import close_all
 from weightcache.journal import Context, Journal
-from weightcache.manifest import Manifest, read
+from weightcache.manifest import Head, Manifest, read, read_head
+from weightcache.recollection import Recollection
 from weightcache.registry import Generation, Lease, Registry
-from weightcache.sdnotify import Notifier
 
 _log: Final = logging.getLogger("weightcache.residency")
 
@@ -30,68 +33,66 @@ class Residency:
     Args:
         registry: what is resident.
         journal: publications, releases and leases go there.
-        notifier: the keeper that stores descriptors.
+        deposit: what the keeper stores.
         instance: a token of this daemon process, part of the names of its leases.
     """
 
-    def __init__(self, registry: Registry, journal: Journal, notifier: Notifier, instance: str) -> None:
+    def __init__(self, registry: Registry, journal: Journal, deposit: Deposit, instance: str) -> None:
         self.registry = registry
         self.journal = journal
-        self.notifier = notifier
-        self._instance = instance
+        self.deposit = deposit
+        self.instance = instance
         self._lease_number = 0
+        self._publishing = asyncio.Lock()
 
-    def adopt(self, handed: list[tuple[str, int]]) -> None:
-        """Take over stored generations; one that does not prove itself is dropped and journaled as lost."""
+    def adopt(self, handed: Iterable[tuple[str, int]], past: Recollection, boot: str) -> None:
+        """Take over stored generations.
+
+        Args:
+            handed: ``manifest-GENERATION`` and ``arena-GENERATION-INDEX`` with their descriptors, taken over. What
+                does not prove itself is dropped and journaled as lost.
+            past: tells which are in quarantine, and what else was resident once and is lost.
+            boot: id of this boot.
+        """
         stored: dict[str, dict[str, int]] = {}
         for name, descriptor in handed:
-            kind, _, rest = name.partition("-")
-            generation = rest.partition("-")[0]
-            if kind in ("manifest", "arena"):
-                stored.setdefault(generation, {})[name] = descriptor
-        for generation, descriptors in stored.items():
-            ordered = [descriptors[key] for key in sorted(descriptors, key=_stored_order)]
+            named = stored.setdefault(name.split("-")[1], {})
+            if name in named:
+                close_all([descriptor])
+            else:
+                named[name] = descriptor
+        for generation, named in stored.items():
+            ordered = [named[name] for name in sorted(named, key=_stored_order)]
             try:
-                _, manifest = read(ordered[0], generation)
-                _check_arena(manifest, ordered[1:])
+                head = read_head(ordered[0], generation)
+                _check_arena(head, ordered[1:])
             except WeightCacheError as error:
                 _log.error("stored generation %s is not adopted: %s", generation, error)
-                self._forget(descriptors)
-                self.journal.append("release", "lost", {"generation": generation, "reason": error.to_dict()})
-                for descriptor in ordered:
-                    os.close(descriptor)
+                self.deposit.remove(named)
+                close_all(ordered)
+                facts = {"generation": generation, "detail": "keeper_lost", "error": error.to_dict()}
+                self.journal.append("release", "lost", facts)
                 continue
-            adopted = Generation.of(generation, manifest, ordered)
-            adopted.stored = self.notifier.active
-            adopted.quarantined = self._quarantine_of(generation)
+            adopted = Generation.of(generation, head, ordered)
+            adopted.stored = self.deposit.active
+            adopted.quarantined = past.quarantined.get(generation)
             self.registry.add(adopted)
+        for residence in past.residences.values():
+            if residence.generation not in self.registry.generations:
+                why = residence.lost or ("keeper_lost" if residence.boot_id == boot else "node_reboot")
+                self.registry.lose(residence.generation, residence.config, why)
 
     def store_everything(self) -> None:
         """Leave every generation's descriptors with the keeper."""
         for generation in self.registry.generations.values():
-            self._store(generation)
-
-    def _store(self, generation: Generation) -> None:
-        for name, descriptor in zip(_stored_names(generation), generation.descriptors, strict=True):
-            self.notifier.store(name, descriptor)
-        generation.stored = self.notifier.active
-
-    def _forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.notifier.remove(name)
-
-    def _quarantine_of(self, generation: str) -> str | None:
-        events = self.journal.query(
-            "WHERE kind = 'quarantine' AND attributes LIKE ? ORDER BY id DESC LIMIT 1", f"%{generation}%"
-        )
-        return str(events[0].attributes["reason"]) if events and events[0].name == "set" else None
+            self.deposit.store(_stored(generation)).add_done_callback(partial(_note_stored, generation))
 
     async def publish(self, claimed: CacheConfig, descriptors: list[int], context: Context) -> Generation:
         """Make a generation resident.
 
         Args:
             claimed: the identity that was claimed.
-            descriptors: the manifest, then the arena's chunks; the caller keeps and closes them.
+            descriptors: the manifest, then the arena's chunks. They are taken over, and the list emptied, on success.
             context: of the publisher.
 
         Raises:
@@ -100,43 +101,81 @@ class Residency:
         """
         if not descriptors:
             raise ProtocolError("protocol", "publishing takes a manifest and an arena", found="no descriptors")
-        name, manifest = read(descriptors[0])
+        name, manifest = await asyncio.to_thread(read, descriptors[0])
         _check_arena(manifest, descriptors[1:])
         differences = claimed.differences(manifest.config)
         if differences:
             raise ImportRejected(
                 "import_mismatch",
                 f"the manifest is for another identity than was claimed: {differences[0]}",
-                differences=[msgspec.to_builtins(difference) for difference in differences],
+                differences=msgspec.to_builtins(differences),
             )
-        for evicted in self.registry.make_room(manifest.size):
-            self.release(evicted.name, "evicted")
-        generation = Generation.of(name, manifest, [os.dup(descriptor) for descriptor in descriptors])
-        self._store(generation)
-        if self.notifier.active:
-            # Until the keeper has them all, our death would end them: nothing counts as published before.
-            stored = await asyncio.get_running_loop().run_in_executor(None, self.notifier.barrier)
-            generation.stored = stored
-            if not stored:
-                _log.warning("no keeper took generation %s: it lives only as long as this daemon or an engine", name)
-        facts = {
-            "generation": name,
-            "config": manifest.config.to_dict(),
-            "bytes": manifest.size,
-            "tensors": len(manifest),
-            "publisher": generation.publisher,
-            "stored": generation.stored,
-        }
-        self.journal.append("publish", "published", facts, context=context)
-        self.registry.add(generation)
+        async with self._publishing:  # one at a time, or two would both count on the same room
+            resident = self.registry.generations.get(name)
+            if resident is not None:
+                return resident
+            for evicted in self.registry.make_room(manifest.size):
+                self.release(evicted.name, "evicted")
+            generation = Generation.of(name, manifest, list(descriptors))
+            await self._store(generation)
+            descriptors.clear()
+            facts = {
+                "generation": name,
+                "config": manifest.config.to_dict(),
+                "bytes": manifest.size,
+                "tensors": len(manifest),
+                "publisher": generation.publisher,
+                "stored": generation.stored,
+            }
+            self.journal.append("publish", "published", facts, context=context)
+            self.registry.add(generation)
         return generation
 
-    def release(self, name: str, how: str) -> None:
-        """Drop a generation: ``released``, ``evicted`` or ``replaced``. Its memory returns when its last lease ends."""
-        generation = self.registry.remove(name)
+    async def _store(self, generation: Generation) -> None:
+        """Store a generation with the keeper: until it is, our death would end it."""
+        if not self.deposit.active:
+            return
+        try:
+            generation.stored = await asyncio.wrap_future(self.deposit.store(_stored(generation)))
+        except asyncio.CancelledError:
+            self.deposit.remove(name for name, _ in _stored(generation))
+            raise
+        if not generation.stored:
+            _log.warning(
+                "no keeper took generation %s: it lives only as long as this daemon or an engine", generation.name
+            )
+
+    def release(self, name: str, how: str) -> "Future[bool]":
+        """Drop a generation: ``released``, ``evicted`` or ``replaced``. Its memory returns when its last lease ends.
+
+        Returns:
+            Whether the keeper has let go too, once that is known.
+        """
+        generation, gone = self._forget(name)
         self.journal.append("release", how, {"generation": name, "bytes": generation.bytes})
-        self._forget(_stored_names(generation))
+        return gone
+
+    def lose(self, device: str, detail: str, message: str) -> None:
+        """Drop what was on a GPU whose memory can no longer be what was put there.
+
+        Args:
+            device: the GPU's UUID.
+            detail: from `weightcache.vocabulary.RESIDENCY_DETAILS`.
+            message: what happened.
+        """
+        there = [each for each in self.registry.generations.values() if each.device == device]
+        for generation in there:
+            self._forget(generation.name)
+            facts = {"generation": generation.name, "bytes": generation.bytes, "detail": detail, "message": message}
+            self.journal.append("release", "lost", facts)
+        for generation in there:
+            self.registry.lose(generation.name, generation.config, detail)
+
+    def _forget(self, name: str) -> tuple[Generation, "Future[bool]"]:
+        generation = self.registry.remove(name)
+        gone = self.deposit.remove(name for name, _ in _stored(generation))
         generation.close()
+        return generation, gone
 
     def quarantine(self, name: str, reason: str | None, context: Context | None) -> Generation:
         """Hand a generation to nobody, or with ``reason`` None to everybody again.
@@ -152,50 +191,57 @@ class Residency:
         self.journal.append("quarantine", "set" if reason else "lifted", facts, context=context)
         return generation
 
-    def open_lease(self, generation: Generation, pid: int, connection: int, context: Context) -> Lease:
-        """Lease a generation to the client at the other end of ``connection``, stored with the keeper too."""
-        self._lease_number += 1
-        lease = Lease(
-            f"lease-{generation.name}-{self._instance}.{self._lease_number}", pid, context.slot, time.time_ns()
-        )
-        generation.leases[lease.name] = lease
-        generation.last_used_ns = time.monotonic_ns()
-        facts = {"generation": generation.name, "lease": lease.name, "pid": pid}
-        self.journal.append("lease_open", "", facts, context=context)
-        self.notifier.store(lease.name, connection, poll=True)
-        return lease
+    def open_lease(
+        self, generation: Generation, pid: int, connection: int, context: Context
+    ) -> tuple[Lease, "Future[bool]"]:
+        """Lease a generation to the client at the other end of ``connection``.
 
-    def adopt_lease(self, name: str, pid: int) -> tuple[Generation, Lease, Context | None] | None:
-        """Take over a stored lease, with the context of its client as journaled; None if its generation is gone."""
-        generation = self.registry.generations.get(name.split("-", 2)[1])
+        Returns:
+            The lease, and whether the keeper stores it too, once that is known.
+        """
+        self._lease_number += 1
+        name = f"lease-{generation.name}-{self.instance}.{self._lease_number}"
+        lease = Lease(name, pid, context.slot, time.time_ns())
+        generation.leases[name] = lease
+        generation.last_used_ns = time.monotonic_ns()
+        self.journal.append("lease_open", "", _lease_facts(generation, lease), context=context)
+        return lease, self.deposit.store([(name, connection)], poll=True)
+
+    def adopt_lease(self, name: str, pid: int, context: Context | None) -> tuple[Generation, Lease] | None:
+        """Take over a stored lease; None if its generation is gone."""
+        generation = self.registry.generations.get(name.split("-")[1])
         if generation is None:
-            self.notifier.remove(name)
+            self.deposit.remove([name])
             return None
-        clause = "WHERE kind = 'lease_open' AND attributes LIKE ? ORDER BY id DESC LIMIT 1"
-        opened = self.journal.query(clause, f'%"{name}"%')
-        context = None
-        if opened:
-            event = opened[0]
-            context = Context(event.node, event.slot, event.episode, event.attempt, event.rank)
         lease = Lease(name, pid, context.slot if context else None, time.time_ns())
         generation.leases[name] = lease
-        return generation, lease, context
+        return generation, lease
 
     def close_lease(self, generation: Generation, lease: Lease, context: Context | None) -> None:
         """End a lease."""
         generation.leases.pop(lease.name, None)
         generation.last_used_ns = time.monotonic_ns()
-        self.notifier.remove(lease.name)
-        facts = {"generation": generation.name, "lease": lease.name, "pid": lease.pid}
-        self.journal.append("lease_close", "", facts, context=context)
+        self.deposit.remove([lease.name])
+        self.journal.append("lease_close", "", _lease_facts(generation, lease), context=context)
 
 
-def _stored_names(generation: Generation) -> list[str]:
-    chunks = range(len(generation.descriptors) - 1)
-    return [f"manifest-{generation.name}", *(f"arena-{generation.name}-{index}" for index in chunks)]
+def _note_stored(generation: Generation, stored: "Future[bool]") -> None:
+    if not stored.cancelled():
+        generation.stored = stored.result()
 
 
-def _check_arena(manifest: Manifest, descriptors: list[int]) -> None:
+def _lease_facts(generation: Generation, lease: Lease) -> dict[str, object]:
+    return {"generation": generation.name, "lease": lease.name, "pid": lease.pid}
+
+
+def _stored(generation: Generation) -> list[tuple[str, int]]:
+    """The names and descriptors that a generation is stored as."""
+    manifest, *chunks = generation.descriptors
+    named = [(f"arena-{generation.name}-{index}", chunk) for index, chunk in enumerate(chunks)]
+    return [(f"manifest-{generation.name}", manifest), *named]
+
+
+def _check_arena(manifest: Manifest | Head, descriptors: list[int]) -> None:
     if len(descriptors) != len(manifest.chunks):
         raise ImportRejected(
             "manifest_invalid",

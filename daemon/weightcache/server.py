@@ -2,25 +2,29 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
 import socket
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
 from weightcache import messages
 from weightcache.channel import Channel, Hangup
 from weightcache.errors import CacheMiss, ProtocolError, ResourceError
+from weightcache.frames import NOBODY, close_all, missed_from, version_mismatch
 from weightcache.journal import Context
 from weightcache.load import LoadWorker
-from weightcache.protocol import NOBODY, missed_from, version_mismatch
 from weightcache.registry import Claim, Generation, Lease, holders
 from weightcache.residency import Residency
 from weightcache.version import VERSION
 
 MAX_CONNECTIONS: Final = 512
+_ACCEPT_PAUSE_S: Final = 0.1
+_KEEPER_LIMIT_S: Final = 0.5
 _PROGRESS_EVERY_S: Final = 0.5
 _log: Final = logging.getLogger("weightcache.server")
 
@@ -47,64 +51,75 @@ class Server:
         path: where it listens, for those who ask.
         listener: bound; `Server.start` listens on it.
         residency: what it serves.
-        instance: a token of this process.
         uids: who may connect.
     """
 
-    def __init__(
-        self, path: Path, listener: socket.socket, residency: Residency, instance: str, uids: frozenset[int]
-    ) -> None:
+    def __init__(self, path: Path, listener: socket.socket, residency: Residency, uids: frozenset[int]) -> None:
         self.path = path
         self.residency = residency
         self.registry = residency.registry
-        self.instance = instance
         self.uids = uids
         self._listener = listener
         self._started = time.monotonic()
         self._sessions: dict[asyncio.Task[None], Session] = {}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        self._stopping = False
 
     def start(self) -> None:
         """Listen and accept from now on."""
         self._listener.setblocking(False)
         # Until listen is called again, SO_PEERCRED shows clients the process that called it first, perhaps long dead.
         self._listener.listen(128)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._accept_on()
 
     async def stop(self) -> None:
-        """Accept no more and end every connection."""
+        """Accept no more and end every connection; leases that a keeper stores go on without us."""
+        self._stopping = True
         asyncio.get_running_loop().remove_reader(self._listener)
         for task in list(self._sessions):
             task.cancel()
         await asyncio.gather(*self._sessions, return_exceptions=True)
 
-    def adopt_lease(self, name: str, descriptor: int) -> None:
-        """Serve a client whose connection the keeper kept while there was no daemon; it has noticed nothing."""
-        channel = Channel(socket.socket(fileno=descriptor))
-        adopted = self.residency.adopt_lease(name, channel.peer.pid)
+    def adopt_lease(self, name: str, descriptor: int, context: Context | None) -> None:
+        """Serve a client whose connection the keeper kept while there was no daemon; it has noticed nothing.
+
+        Args:
+            name: of the lease.
+            descriptor: the connection, taken over.
+            context: of the client, None where nothing is known of it.
+        """
+        session = Session(Channel(socket.socket(fileno=descriptor)))
+        adopted = self.residency.adopt_lease(name, session.channel.peer.pid, context)
         if adopted is None:
-            channel.close()
+            session.channel.close()
             return
-        session = Session(channel)
-        session.generation, session.lease, session.context = adopted
+        session.generation, session.lease = adopted
+        session.context = context or self.residency.journal.context
         self._run(session)
 
     def store_everything(self) -> None:
         """Leave every descriptor with the keeper."""
-        notifier = self.residency.notifier
-        notifier.store("listen", self._listener.fileno())
+        deposit = self.residency.deposit
+        deposit.store([("listen", self._listener.fileno())])
         self.residency.store_everything()
         for session in self._sessions.values():
             if session.lease is not None:
-                notifier.store(session.lease.name, session.channel.connection.fileno(), poll=True)
+                deposit.store([(session.lease.name, session.channel.connection.fileno())], poll=True)
+
+    def _accept_on(self) -> None:
+        if not self._stopping:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             return
-        except OSError as error:  # EMFILE: the client stays in the backlog until a descriptor is free
+        except OSError as error:  # no descriptor is free: the client stays in the backlog until one is
             _log.error("cannot accept a connection: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)  # it stays readable: without a pause this would spin
+            loop.call_later(_ACCEPT_PAUSE_S, self._accept_on)
             return
         self._run(Session(Channel(connection)))
 
@@ -122,16 +137,18 @@ class Server:
                 try:
                     await self._answer(session, request, descriptors)
                 finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+                    close_all(descriptors)
+                await asyncio.sleep(0)  # or one client that asks fast enough would be the only one served
         except Hangup as reason:
             _log.debug("pid %d: %s", channel.peer.pid, reason)
+            self.registry.refused["timeout"] += reason.late
         except CacheMiss as miss:  # of the connection itself: it ends once the client has been told
             _log.warning("pid %d (uid %d): %s", channel.peer.pid, channel.peer.uid, miss)
-            with contextlib.suppress(Hangup):
+            self.registry.refused[miss.reason] += 1
+            with contextlib.suppress(Hangup, CacheMiss):
                 await channel.send(missed_from(miss))
         finally:
-            await self._end(session)
+            self._end(session)
 
     def _admit(self, session: Session) -> None:
         peer = session.channel.peer
@@ -146,45 +163,43 @@ class Server:
         if len(self._sessions) > MAX_CONNECTIONS:
             raise CacheMiss("timeout", "the daemon is busy", expected=f"at most {MAX_CONNECTIONS} connections")
 
-    async def _end(self, session: Session) -> None:
-        session.channel.close()
+    def _end(self, session: Session) -> None:
         self._drop_claim(session)
-        self._end_lease(session)
-        async with self._changed:
-            self._changed.notify_all()
+        # A daemon that is restarted in an orderly way must find its leases again, as one that was killed does.
+        if not (self._stopping and self.residency.deposit.active):
+            self._end_lease(session)
+        session.channel.close()
 
     def _drop_claim(self, session: Session) -> None:
         if session.claim is not None:
             self.registry.claims.remove(session.claim)
             session.claim = None
+            self._wake()
 
     def _end_lease(self, session: Session) -> None:
         if session.lease is not None and session.generation is not None:
             self.residency.close_lease(session.generation, session.lease, session.context)
         session.lease = session.generation = None
 
-    def _open_lease(self, session: Session, generation: Generation) -> None:
+    async def _open_lease(self, session: Session, generation: Generation) -> None:
         assert session.context is not None
         self._end_lease(session)
         channel = session.channel
         session.generation = generation
-        session.lease = self.residency.open_lease(
+        session.lease, stored = self.residency.open_lease(
             generation, channel.peer.pid, channel.connection.fileno(), session.context
         )
+        await self._until_kept([stored])
+
+    async def _until_kept(self, told: "list[Future[bool]]") -> None:
+        """Wait until the keeper has done what it was told, within limits: one that is stopped must not stop engines."""
+        if told:
+            await asyncio.wait([asyncio.wrap_future(future) for future in told], timeout=_KEEPER_LIMIT_S)
 
     async def _answer(self, session: Session, request: messages.Request, descriptors: list[int]) -> None:
         channel = session.channel
         if isinstance(request, messages.Hello):
-            if request.protocol != messages.PROTOCOL:
-                raise version_mismatch(request.protocol, channel.peer)
-            session.context = Context(
-                request.node or self.residency.journal.context.node,
-                request.slot,
-                request.episode,
-                request.attempt,
-                request.rank,
-            )
-            await channel.send(messages.Welcome(version=VERSION, instance=self.instance))
+            await self._greet(session, request)
             return
         if session.context is None:
             raise ProtocolError("protocol", "the first message must be a greeting", found=type(request).__name__)
@@ -199,19 +214,33 @@ class Server:
             elif isinstance(request, messages.Publish):
                 await channel.send(await self._publish(session, descriptors))
             else:
-                await channel.send(self._at_once(session, request))
+                await channel.send(await self._reply(session, request))
         except CacheMiss as miss:
             await channel.send(missed_from(miss))
+        except Hangup:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client must hear of it, not see the stream end
+            _log.exception("pid %d: a %s failed", channel.peer.pid, type(request).__name__)
+            await channel.send(missed_from(_failure(error, request)))
 
-    def _at_once(self, session: Session, request: messages.Request) -> messages.Reply:
+    async def _greet(self, session: Session, hello: messages.Hello) -> None:
+        if hello.protocol != messages.PROTOCOL:
+            raise version_mismatch(hello.protocol, f"the client with pid {session.channel.peer.pid}")
+        if session.context is not None:
+            raise ProtocolError("protocol", "a client greets once", found="a second greeting")
+        node = hello.node or self.residency.journal.context.node
+        session.context = Context(node, hello.slot, hello.episode, hello.attempt, hello.rank)
+        await session.channel.send(messages.Welcome(version=VERSION, instance=self.residency.instance))
+
+    async def _reply(self, session: Session, request: messages.Request) -> messages.Reply:
         if isinstance(request, messages.Claim):
-            return self._claim(session, request)
+            return await self._claim(session, request)
         if isinstance(request, messages.Status):
             return messages.Done(data=self.describe())
         if isinstance(request, messages.Explain):
             return messages.Done(data=self.explain(request.config))
         if isinstance(request, messages.Release):
-            return messages.Done(data={"released": self._release_on_request(request)})
+            return messages.Done(data={"released": await self._release(request)})
         if isinstance(request, messages.Quarantine):
             reason = None if request.lift else request.reason
             generation = self.residency.quarantine(request.generation, reason, session.context)
@@ -235,26 +264,32 @@ class Server:
                     )
                 )
                 await self._wait_for_change(min(left, _PROGRESS_EVERY_S))
-        self._open_lease(session, generation)
+        await self._open_lease(session, generation)
+        attached = messages.Attached(generation=generation.name, descriptors=len(generation.descriptors))
+        try:
+            await session.channel.send(attached, generation.descriptors)
+        except ResourceError:
+            self._end_lease(session)
+            raise
         generation.hits += 1
-        await session.channel.send(
-            messages.Attached(generation=generation.name, descriptors=len(generation.descriptors)),
-            generation.descriptors,
-        )
+
+    def _wake(self) -> None:
+        """Let those look again who wait for a load."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _wait_for_change(self, limit_s: float) -> None:
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    await self._changed.wait()
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await changed.wait()
 
-    def _claim(self, session: Session, request: messages.Claim) -> messages.Claimed:
+    async def _claim(self, session: Session, request: messages.Claim) -> messages.Claimed:
         self._drop_claim(session)
         session.claim = self.registry.claim(request.config, session.channel.peer.pid)
         session.claim.total = request.bytes
         stale = self.registry.stale(session.claim.config) if request.replace else []
-        for generation in stale:
-            self.residency.release(generation.name, "replaced")
+        await self._until_kept([self.residency.release(generation.name, "replaced") for generation in stale])
         return messages.Claimed(released=[generation.name for generation in stale])
 
     async def _publish(self, session: Session, descriptors: list[int]) -> messages.Published:
@@ -262,12 +297,17 @@ class Server:
             raise ProtocolError("protocol", "publishing takes a claim, and this connection holds none")
         generation = await self.residency.publish(session.claim.config, descriptors, session.context)
         self._drop_claim(session)
-        self._open_lease(session, generation)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._open_lease(session, generation)
         return messages.Published(generation=generation.name)
 
     async def _load(self, session: Session, request: messages.Load) -> None:
+        uid = session.channel.peer.uid
+        if uid not in (os.geteuid(), 0):
+            raise CacheMiss(
+                "peer_refused",
+                f"uid {uid} may use this weight cache, but not run commands as uid {os.geteuid()}",
+                remedy="Let the engine load the weights and publish them",
+            )
         worker = LoadWorker(request.argv, request.env, self.path, self.residency.journal.path)
         deadline = time.monotonic() + request.wait_s
         try:
@@ -294,7 +334,7 @@ class Server:
             await asyncio.get_running_loop().run_in_executor(None, worker.stop)
         await session.channel.send(messages.Done(data={"pid": worker.pid, "seconds": round(worker.elapsed_s, 3)}))
 
-    def _release_on_request(self, request: messages.Release) -> list[str]:
+    async def _release(self, request: messages.Release) -> list[str]:
         names = [request.generation] if request.generation else list(self.registry.generations)
         for name in names:
             generation = self.registry.generations.get(name)
@@ -308,8 +348,7 @@ class Server:
                     found=", ".join(holders(generation)),
                     remedy="Stop its engines first; with --force memory returns only when they end",
                 )
-        for name in names:
-            self.residency.release(name, "released")
+        await self._until_kept([self.residency.release(name, "released") for name in names])
         return names
 
     def explain(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -326,7 +365,7 @@ class Server:
         return {
             "pid": os.getpid(),
             "version": VERSION,
-            "instance": self.instance,
+            "instance": self.residency.instance,
             "socket": str(self.path),
             "uptime_s": round(time.monotonic() - self._started, 3),
             "rss_mib": round(_resident_bytes() / 2**20, 1),
@@ -334,13 +373,21 @@ class Server:
             "resident_bytes": self.registry.resident_bytes,
             "descriptors": len(os.listdir("/proc/self/fd")),
             "descriptor_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            "keeper": self.residency.notifier.active,
+            "keeper": self.residency.deposit.active,
             "connections": len(self._sessions),
+            "refused": dict(self.registry.refused),
             "generations": [generation.describe() for generation in self.registry.generations.values()],
             "claims": [claim.describe() for claim in self.registry.claims],
             "losses": [{"generation": loss.generation, "detail": loss.detail} for loss in self.registry.losses],
             "journal": {"spool_bytes": journal.spool_bytes(), "lost": journal.lost},
         }
+
+
+def _failure(error: Exception, request: messages.Request) -> CacheMiss:
+    message = f"the daemon failed at a {type(request).__name__}: {type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return ResourceError(message, detail="memory" if error.errno == errno.ENOMEM else "descriptors")
+    return CacheMiss("daemon_died", message, remedy="See the daemon's log")
 
 
 def _resident_bytes() -> int:

@@ -1,0 +1,88 @@
+"""What the journal remembers for a daemon that starts: who was attached, what was quarantined, and what was lost."""
+
+import contextlib
+import logging
+import sqlite3
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from weightcache.errors import ConfigError
+from weightcache.fingerprint import CacheConfig
+from weightcache.journal import Context, Event, Journal
+
+_log: Final = logging.getLogger("weightcache.recollection")
+
+
+class Residence(NamedTuple):
+    """Weights that became resident, and how they were lost if that is known."""
+
+    generation: str
+    config: CacheConfig
+    boot_id: str
+    lost: str | None = None
+
+
+class Recollection:
+    """Filled by `recall`.
+
+    ``quarantined`` maps generations to reasons, ``leases`` the names of leases to their clients' contexts.
+    ``residences`` holds, by identity, what was published and never given up; it need not be resident still.
+    """
+
+    def __init__(self) -> None:
+        self.quarantined: dict[str, str] = {}
+        self.leases: dict[str, Context] = {}
+        self.residences: dict[str, Residence] = {}
+        self._identities: dict[str, str] = {}
+
+    def feed(self, event: Event) -> None:
+        """Take in an event; in the order of their ids."""
+        facts = event.attributes
+        generation = str(facts.get("generation"))
+        match event.kind, event.name:
+            case "publish", "published":
+                self._published(generation, facts, event.boot_id)
+            case "release", how:
+                self._released(generation, how, str(facts.get("detail", "keeper_lost")))
+            case "quarantine", "set":
+                self.quarantined[generation] = str(facts.get("reason"))
+            case "quarantine", _:
+                self.quarantined.pop(generation, None)
+            case "lease_open", _:
+                context = Context(event.node, event.slot, event.episode, event.attempt, event.rank)
+                self.leases[str(facts.get("lease"))] = context
+            case "lease_close", _:
+                self.leases.pop(str(facts.get("lease")), None)
+
+    def _published(self, generation: str, facts: dict[str, Any], boot_id: str) -> None:
+        try:
+            config = CacheConfig.from_dict(facts["config"])
+        except (KeyError, msgspec.ValidationError):
+            return  # written by a release with other fields: no client of today can ask for it
+        self._identities[generation] = config.key()
+        self.residences[config.key()] = Residence(generation, config, boot_id)
+
+    def _released(self, generation: str, how: str, detail: str) -> None:
+        identity = self._identities.get(generation, "")
+        residence = self.residences.get(identity)
+        if residence is None or residence.generation != generation:
+            return  # published again since: this was an older copy of the same weights
+        if how == "lost":
+            self.residences[identity] = residence._replace(lost=detail)
+        else:
+            del self.residences[identity]
+
+
+def recall(journal: Journal) -> Recollection:
+    """Read it from the journal. One that cannot be read tells nothing: weights are served without it."""
+    recollection = Recollection()
+    kinds = "('publish', 'release', 'quarantine', 'lease_open', 'lease_close')"
+    try:
+        with contextlib.suppress(sqlite3.OperationalError, OSError):  # busy: what waits in spools waits on
+            journal.merge_spools()
+        for event in journal.query(f"WHERE kind IN {kinds} ORDER BY id"):
+            recollection.feed(event)
+    except (sqlite3.Error, ConfigError) as error:
+        _log.error("quarantines and losses of the past are unknown, because the journal cannot be read: %s", error)
+    return recollection
