@@ -267,9 +267,12 @@ def test_killed_and_started_again_it_maps_the_weights_it_published(model: Path, 
             holder.terminate()
     lookups = Journal(journal).query("WHERE kind = 'lookup' ORDER BY id")
     assert [(event.name, event.attributes.get("reason")) for event in lookups] == [("miss", "absent"), ("hit", None)]
-    marks = Journal(journal).query("WHERE kind = 'phase_end' AND id > ? AND name LIKE 'load_weights.%'", lookups[0].id)
+    marks = Journal(journal).query("WHERE kind = 'phase_end' AND name LIKE 'load_weights.%' ORDER BY id")
     parts = [event.name.removeprefix("load_weights.") for event in marks]
-    assert parts[parts.index("publish") :][-7:] == ["skeleton", "match", "connect", "match", "map", "bind", "buffers"]
+    again = len(parts) - parts[::-1].index("skeleton")
+    assert {"match", "read", "process", "publish"} <= set(parts[:again])
+    assert {"match", "connect", "map", "bind", "buffers"} <= set(parts[again:])
+    assert not {"read", "process", "publish"} & set(parts[again:])
 
 
 def test_a_signal_lets_the_answer_under_way_finish(model: Path) -> None:
