@@ -77,6 +77,14 @@ def test_a_header_longer_than_the_format_allows_is_refused_before_it_is_read(tmp
     assert str(shard.stat().st_size) in str(error)
 
 
+def test_a_header_longer_than_the_format_allows_is_refused_in_a_file_that_could_hold_it(tmp_path: Path) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    with open(folder / SECOND, "wb") as file:
+        file.write(struct.pack("<Q", 100_000_001) + b"{")
+        file.truncate(200_000_000)
+    assert "100000000 bytes" in str(refused(folder, "not_safetensors"))
+
+
 def test_a_range_shorter_than_its_shape_is_refused(tmp_path: Path) -> None:
     folder = checkpoints.plain(tmp_path / "t")
     header, data = checkpoints.read_raw(folder / SECOND)

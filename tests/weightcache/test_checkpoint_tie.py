@@ -76,6 +76,14 @@ def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert "500" in str(caught.value)
 
 
+def test_a_head_of_another_dtype_is_refused_even_if_its_bytes_are_equal(tmp_path: Path) -> None:
+    shards = checkpoints.decoder(head=False)
+    shards[checkpoints.SHARDS[1]][HEAD] = shards[checkpoints.SHARDS[0]][EMBEDDING]._replace(dtype="F16")
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(checkpoints.write(tmp_path / "t", shards, checkpoints.config(**TRUE)))
+    assert caught.value.reason == "tie_conflict"
+
+
 def test_a_model_that_does_not_generate_needs_no_head(tmp_path: Path) -> None:
     config = checkpoints.config(architectures=["LlamaModel"], **FALSE)
     folder = checkpoints.write(tmp_path / "t", checkpoints.decoder(head=False), config)

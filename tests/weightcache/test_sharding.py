@@ -133,14 +133,15 @@ def test_the_halves_of_a_fused_layer_are_cut_each_by_itself(tmp_path: Path) -> N
     assert_whole_again(checkpoint, plan)
 
 
-def test_a_fused_width_that_divides_while_its_halves_do_not_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("half", "width"), [(320, 160), (128, 64)])
+def test_a_fused_width_that_divides_while_its_halves_do_not_is_refused(tmp_path: Path, half: int, width: int) -> None:
     name = "model.layers.0.mlp.gate_up_proj"
-    checkpoint = one_file(tmp_path / "t", checkpoints.linear(name, 2 * 320, 256, quantized=True))
+    checkpoint = one_file(tmp_path / "t", checkpoints.linear(name, 2 * half, 256, quantized=True))
     styles = {"layers.*.mlp.gate_up_proj": "packed_colwise"}
     assert_whole_again(checkpoint, plan_shards(checkpoint, styles, 1, BLOCK))
     error = mismatch(checkpoint, 2, styles)
     assert error.reason == "shard_block_mismatch"
-    assert error.data["width"] == 160
+    assert error.data["width"] == width
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
