@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import disk, legacy, models, roles
+from gpu_parts import disk, engine, legacy, models, roles
 from gpu_parts.machine import describe_machine
 from gpu_parts.node import Node
 from gpu_parts.processes import Process, call, gpu_memory_peak, used_bytes
@@ -171,6 +171,22 @@ class Benchmark:
         finally:
             disk.remove(folder.parent)
 
+    def engine(self) -> dict[str, Any]:
+        """A model of transformers: loaded from disk and published, then mapped; eager and captured."""
+        folder = Path(tempfile.mkdtemp(prefix="readmit-engine-"))
+        try:
+            size = call(engine.make_checkpoint, folder / "model")
+            results = [call(engine.load_and_generate, folder / "model", mode) for mode in ("client", "client", "off")]
+            answers = {tuple(result[kind]) for result in results for kind in ("tokens", "captured_tokens")}
+            paths = [result["path"] for result in results]
+            if paths != ["miss", "hit", "off"] or len(answers) != 1:
+                raise AssertionError(f"paths {paths}, {len(answers)} different answers: {results}")
+            for result in results:
+                self.report.figure(f"transformers, 0.4B, {result['path']}: load", [result["load_s"]], "s")
+            return {"bytes": size, "runs": results}
+        finally:
+            disk.remove(folder)
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _shape(self, shape: models.Shape) -> models.Shape:
@@ -306,7 +322,7 @@ class Benchmark:
     def run(self, only: list[str], limit_s: float) -> None:
         parts = ["fused", "llama", "unfused"]
         if self.on_gpu:
-            parts += ["legacy_fused", "legacy_unfused", "disk", "sizes"]
+            parts += ["legacy_fused", "legacy_unfused", "engine", "disk", "sizes"]
         with self.node:
             for name in parts:
                 if not only or name in only:

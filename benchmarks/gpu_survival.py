@@ -80,7 +80,7 @@ class Survival:
         return self._intact()
 
     def daemon_during_publish(self) -> dict[str, Any]:
-        """Nothing is half published; the publisher keeps its weights to itself and can serve."""
+        """Nothing is half published; the publisher offers it to the next daemon, or keeps its weights to itself."""
         self.node.release()
         publisher = Process(roles.publish, self.shape, self.where, "stop")
         expect(publisher.answer(), "filled")
@@ -89,11 +89,12 @@ class Survival:
         publisher.tell("go on")
         found = publisher.answer()
         expect(found["differing"], [])
-        expect(found["generation"], None)
         publisher.end()
-        expect(self.node.status()["generations"], [])
+        resident = [generation["generation"] for generation in self.node.status()["generations"]]
+        expect(resident, [found["generation"]] if found["generation"] else [])
+        self.node.release()
         self._await_memory()
-        return {"publisher_says": found["private_because"], "then": self._published()}
+        return {"published_after_all": bool(resident), "why_not": found["private_because"], "then": self._published()}
 
     def daemon_while_storing(self) -> dict[str, Any]:
         """Killed at some moment around the hand-over, several times: either all of it is resident, or nothing."""
