@@ -1,9 +1,6 @@
 """Two copies of a model, compared and the conclusion kept; resident weights of another version used after a proof."""
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 import typer
 from tests.fixtures import checkpoints
+from tests.fixtures.daemon import running_daemon
 from torch import nn
 from typer.testing import CliRunner
 
@@ -143,17 +141,8 @@ def test_a_damaged_record_is_as_none(tmp_path: Path) -> None:
 def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The socket of a running weight cache daemon."""
     monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
-    path = tmp_path / "cache" / "cache.sock"
-    command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(path), "--metrics", "127.0.0.1:0"]
-    process = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    yield path
-    process.terminate()
-    process.wait(30)
+    with running_daemon(tmp_path / "cache" / "cache.sock") as path:
+        yield path
 
 
 def run(*arguments: object) -> tuple[int, dict[str, object]]:
