@@ -1,5 +1,7 @@
 """Restarts: what is journaled, when the keeper gives up, and what an engine finds when it starts."""
 
+import contextlib
+import json
 import os
 import resource
 import signal
@@ -48,6 +50,23 @@ def test_a_killed_engine_is_one_episode_from_the_fault_on(node: Node) -> None:
         ("first_start", "ready"),
         ("crash", "ready"),
     ]
+
+
+def test_engines_killed_on_their_way_to_exec_are_started_again(node: Node) -> None:
+    node.children.append({"name": "a", "role": "engine", "argv": ["sleep", "1000"], "limit": 0, "backoff_s": [0]})
+    keeper = node.start()
+    killed: set[int] = set()
+    state = node.runtime_dir / "keeper.json"
+    while len(killed) < 40:
+        # The file is written before the child may exec: its pid is known at its most delicate moment.
+        (record,) = json.loads(state.read_text())["children"]
+        if record["pid"] and record["pid"] not in killed:
+            killed.add(record["pid"])
+            with contextlib.suppress(ProcessLookupError):
+                node.kill(record["pid"])
+        assert keeper.poll() is None
+    assert wait_for(lambda: node.child("a").get("pid")) not in killed
+    assert node.stop(keeper)[0] == 0
 
 
 def test_an_engine_that_never_gets_ready_is_given_up_and_says_why(node: Node) -> None:
