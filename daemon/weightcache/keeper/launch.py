@@ -41,7 +41,10 @@ class Launch:
 
     def outcome(self) -> OSError | None:
         """None when exec succeeded (or the child died on the way there), otherwise why it failed."""
-        report = self._channel.recv(8)
+        try:
+            report = self._channel.recv(8)
+        except ConnectionResetError:  # it was killed before it read our word
+            return None
         return OSError(int(report), os.strerror(int(report))) if report else None
 
     def close(self) -> None:
