@@ -13,6 +13,7 @@ from weightcache.keeper.launch import Launch, launch
 from weightcache.keeper.loop import Loop, Timer
 from weightcache.keeper.notify import Message, NotifySocket
 from weightcache.keeper.output import Output, prune
+from weightcache.keeper.preloaded import Refused, launch_preloaded
 from weightcache.keeper.slot import Slot
 from weightcache.keeper.spec import ChildSpec
 from weightcache.keeper.state import ChildRecord
@@ -49,6 +50,10 @@ class Child:
         self.timer: Timer | None = None
         self.store = DescriptorStore()
         self.ready = False
+        self.preloads_at: Path | None = None
+        """Where the resident process listens that it is forked from."""
+        self.how: dict[str, str] = {}
+        """How its present process was started, where there are several ways."""
         self.adopted = False
         self.ordered = False
         """It was told to end; its end is no fault."""
@@ -136,7 +141,7 @@ class Child:
         output = self.open_output(output_dir)
         if self.slot is not None:
             prune(output_dir, self.name)
-        started = launch(
+        started = self._fork_preloaded(environment, output.fileno(), open_files) or launch(
             self.spec.argv,
             environment,
             cwd=self.spec.cwd,
@@ -156,6 +161,25 @@ class Child:
         self.launch = started
         self.began(process, boottime_ns())
         return process
+
+    def _fork_preloaded(self, environment: dict[str, str], output: int, open_files: int) -> Launch | None:
+        """A start by fork from a resident process, None where there is none or it refuses."""
+        if self.preloads_at is None:
+            return None
+        try:
+            started = launch_preloaded(
+                self.preloads_at,
+                self.spec.argv,
+                environment,
+                cwd=self.spec.cwd,
+                output=output,
+                open_files=open_files,
+            )
+        except Refused as refusal:
+            self.how = {"preload": "refused", "preload_reason": str(refusal)}
+            return None
+        self.how = {"preload": "forked"}
+        return started
 
     def began(self, process: Process, since_ns: int) -> None:
         """A process of this child exists."""

@@ -14,6 +14,7 @@ from weightcache.keeper.fdstore import remove_dead_socket
 from weightcache.keeper.launch import raise_descriptor_limit
 from weightcache.keeper.loop import Loop
 from weightcache.keeper.notify import NotifySocket
+from weightcache.keeper.preloaded import become_subreaper, socket_of
 from weightcache.keeper.session import SessionEnd
 from weightcache.keeper.slot import ORDERED_CAUSES, Slot
 from weightcache.keeper.spec import ChildSpec, KeeperSpec
@@ -23,6 +24,8 @@ from weightcache.process import Exit, Process, reap_strangers
 from weightcache.sdnotify import Notifier
 
 TICK_S: Final = 5.0
+HOLD_S: Final = 1.0
+"""How often a resident process that waits for recoveries to be over is asked about."""
 ECHO_S: Final = 0.2
 STOP_ORDER: Final = ("gate", "other", "engine", "daemon")
 LAST_LINES: Final = 20
@@ -48,6 +51,7 @@ class Keeper:
         self._failed = False
         self._interrupts = 0
         self.children = [self._child(child) for child in spec.children]
+        self._residents = self._arrange_residents()
 
     def run(self) -> int:
         """Keep the children until SIGTERM, SIGINT or SIGHUP; returns the exit status."""
@@ -61,6 +65,16 @@ class Keeper:
         self._loop.run()
         self._leave()
         return int(self._failed)
+
+    def _arrange_residents(self) -> dict[str, Child]:
+        """The processes that engines are forked from, by name, for engines that have one."""
+        engines = [child for child in self.children if child.spec.preload]
+        if engines:
+            become_subreaper()
+        for child in engines:
+            child.preloads_at = socket_of(self.spec.runtime_dir, child.spec.preload or "")
+        names = {child.spec.preload for child in engines}
+        return {child.name: child for child in self.children if child.name in names}
 
     # Taking over
 
@@ -129,6 +143,10 @@ class Keeper:
 
     def _start(self, child: Child) -> None:
         child.cancel_timer()
+        if child.name in self._residents and any(it.slot.is_open for it in self.children if it.slot):
+            # Its imports would compete with a start that somebody waits for.
+            child.state, child.timer = "waiting", self._loop.after(HOLD_S, lambda: self._start(child))
+            return
         child.state, child.starts, child.adopted, child.ordered = "starting", child.starts + 1, False, False
         if child.slot is not None:
             child.slot.start()
@@ -145,7 +163,7 @@ class Keeper:
             return
         self._save()
         if child.slot is not None:
-            child.slot.spawned(process)
+            child.slot.spawned(process, **child.how)
         else:
             self._journal.append("process", "spawned", _about(child, process.pid, process.start_ticks))
         assert child.launch is not None
@@ -318,6 +336,8 @@ class Keeper:
         listeners = [path for child in self.children for path in child.store.listening_at()]
         for child in self.children:
             child.close()
+            if child.preloads_at is not None:
+                child.preloads_at.unlink(missing_ok=True)
         for path in listeners:
             remove_dead_socket(path)
         about = {"process": "keeper", "pid": os.getpid(), "exit_code": int(self._failed), "signal": None}
@@ -367,7 +387,7 @@ class Keeper:
     def _tick(self) -> None:
         for child in self.children:
             child.tick()
-        if os.getpid() == 1:
+        if os.getpid() == 1 or self._residents:
             reap_strangers([child.process.pid for child in self.children if child.process])
 
     def _echo(self) -> None:

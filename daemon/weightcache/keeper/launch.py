@@ -18,7 +18,7 @@ from weightcache.keeper.fdstore import Stored
 from weightcache.sdnotify import LISTEN_FDS_START
 
 EXEC_FAILED: Final = 127
-_GO: Final = b"g"
+GO: Final = b"g"
 _RESET: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -35,7 +35,7 @@ class Launch:
     def go(self) -> None:
         """Let the child exec."""
         try:
-            self._channel.send(_GO)
+            self._channel.send(GO)
         except BrokenPipeError:
             return  # killed meanwhile: its pidfd says so
 
@@ -90,11 +90,11 @@ def launch(
         try:
             ours.close()
             theirs.close()
-            _prepare_signals(ignores_hangup)
+            prepare_signals(ignores_hangup)
             os.setsid()
-            if os.read(report, 1) == _GO:
+            if os.read(report, 1) == GO:
                 _arrange_descriptors(stored, output, report)
-                _limit(open_files, LISTEN_FDS_START + len(stored), dumps_core)
+                limit(open_files, LISTEN_FDS_START + len(stored), dumps_core)
                 _become(argv, env, cwd, stored)
         except (OSError, ValueError) as error:  # ValueError: a null byte in argument or environment
             os.write(report, str(getattr(error, "errno", errno.EINVAL)).encode())
@@ -105,7 +105,8 @@ def launch(
     return Launch(pid, ours)
 
 
-def _prepare_signals(ignores_hangup: bool) -> None:
+def prepare_signals(ignores_hangup: bool) -> None:
+    """Undo in a forked child what its parent does about signals."""
     signal.set_wakeup_fd(-1)
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
@@ -141,7 +142,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, stored
     os.execvpe(argv[0], list(argv), environment)
 
 
-def _limit(open_files: int, handed: int, dumps_core: bool) -> None:
+def limit(open_files: int, handed: int, dumps_core: bool) -> None:
+    """Set the limits of a child that was handed so many descriptors."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     needed = max(open_files, 2 * handed + 64)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))

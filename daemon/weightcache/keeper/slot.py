@@ -187,9 +187,9 @@ class Slot:
         self._append("attempt_start", "", {"command": list(self.spec.argv)})
         self.begin("spawn")
 
-    def spawned(self, process: Process, name: str = "spawned") -> None:
+    def spawned(self, process: Process, name: str = "spawned", **how: str) -> None:
         """The engine's process exists (or, ``adopted``, is still there)."""
-        about = {"process": "engine", "pid": process.pid, "start_ticks": process.start_ticks}
+        about = {"process": "engine", "pid": process.pid, "start_ticks": process.start_ticks, **how}
         self._append("process", name, about)
         self.oom.watch(oom_counter(process.pid))
 

@@ -41,6 +41,8 @@ class ChildSpec(NamedTuple):
     limit: int = LIMIT
     window_s: float = WINDOW_S
     stop_s: float = STOP_S
+    preload: str | None = None
+    """Name of the child, of role ``other``, that an engine's restarts are forked from (see `weightcache.preload`)."""
 
 
 class KeeperSpec(NamedTuple):
