@@ -5,10 +5,24 @@ everything once more, which is most of a restart. This wraps that one method, an
 """
 
 import functools
+import importlib
 import os
 from typing import Any, Final
 
 METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
+LATE: Final = (
+    "vllm.compilation.backends",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "weightcache.integrations.vllm_loader",
+)
+"""Modules that engine core and workers import when they are asked for."""
+LATE_BY_DEVICE: Final = {
+    "cpu": ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn"),
+    "cuda": ("vllm.v1.worker.gpu_worker",),
+}
 PRELOADED: Final = "READMIT_PRELOADED"
 """Set in processes that `weightcache.preload` has forked."""
 
@@ -35,3 +49,11 @@ def allow() -> None:
 
     checked.forks = True  # type: ignore[attr-defined]
     platform.check_and_update_config = staticmethod(checked)
+
+
+def preload() -> None:
+    """Import what vLLM imports late; called in the resident process that engines are forked from."""
+    from vllm.platforms import current_platform
+
+    for module in (*LATE, *LATE_BY_DEVICE.get(current_platform.device_type, ())):
+        importlib.import_module(module)
