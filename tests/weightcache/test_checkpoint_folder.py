@@ -81,6 +81,10 @@ def test_a_plain_folder_has_no_revision(tmp_path: Path) -> None:
     refused(folder, "revision_missing", "main")
 
 
+def test_a_folder_that_happens_to_lie_below_snapshots_has_none_either(tmp_path: Path) -> None:
+    assert Checkpoint.open(checkpoints.plain(tmp_path / "snapshots" / "t")).revision is None
+
+
 def test_a_dangling_link_is_named_with_its_target(repository: Path) -> None:
     blob = repository / "blobs" / f"{COMPLETE}-{checkpoints.SHARDS[1]}"
     blob.unlink()

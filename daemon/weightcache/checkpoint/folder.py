@@ -62,9 +62,8 @@ class Folder:
         root = os.path.realpath(_snapshot(asked, revision or "main") if _is_repository(asked) else asked)
         if not os.path.isdir(root):
             raise _no_folder(asked, root)
-        parent, name = os.path.split(root)
-        commit = name if os.path.basename(parent) == "snapshots" else None
-        if revision not in (None, commit) and (commit is None or commit != _ref(os.path.dirname(parent), revision)):
+        commit = _commit(root)
+        if revision not in (None, commit) and (commit is None or commit != _ref(_repository(root), revision)):
             raise refusal(
                 "revision_missing",
                 f"{asked} is not revision {revision}",
@@ -187,6 +186,19 @@ class Folder:
 
 def _is_repository(path: str) -> bool:
     return os.path.isdir(os.path.join(path, "snapshots")) and not os.path.lexists(os.path.join(path, "config.json"))
+
+
+def _repository(snapshot: str) -> str:
+    return os.path.dirname(os.path.dirname(snapshot))
+
+
+def _commit(root: str) -> str | None:
+    """The commit that a folder is the snapshot of; None for one that only happens to lie below ``snapshots``."""
+    if os.path.basename(os.path.dirname(root)) != "snapshots":
+        return None
+    repository = _repository(root)
+    named = os.path.basename(repository).startswith("models--")
+    return os.path.basename(root) if named or os.path.isdir(os.path.join(repository, "refs")) else None
 
 
 def _in_hub_cache(name: str) -> str | None:
