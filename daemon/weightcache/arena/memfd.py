@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightcache import memory
-from weightcache.arena.seals import SEALS, require_sealed
+from weightcache.arena.seals import SEALS, memory_file, require_sealed
 from weightcache.digest import tensor_digest, tensor_memory
 from weightcache.errors import ResourceError
 from weightcache.manifest import Manifest, span
@@ -39,7 +39,7 @@ class MemfdWriter:
         size: bytes.
 
     Raises:
-        ResourceError: less memory is available than ``size``; nothing is left behind.
+        ResourceError: less memory is available than ``size``, or no descriptor; nothing is left behind.
     """
 
     kind = "memfd"
@@ -49,7 +49,7 @@ class MemfdWriter:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._descriptor = os.memfd_create("weightcache-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = memory_file("weightcache-arena")
         try:
             _require_memory(size)
             for start in range(0, size, _STEP):

@@ -1,10 +1,11 @@
 """The kernel's seals: proof that a memory file will never change again. No torch: the daemon checks them too."""
 
+import errno
 import fcntl
 import os
 from typing import Final
 
-from weightcache.errors import ImportRejected
+from weightcache.errors import ImportRejected, ResourceError
 
 SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -35,9 +36,29 @@ def require_sealed(descriptor: int, size: int, what: str) -> None:
         )
 
 
+def memory_file(name: str) -> int:
+    """An empty memory file that can be sealed.
+
+    Raises:
+        ResourceError: no descriptor is free.
+    """
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ResourceError(
+            f"no memory file can be made: {error.strerror}",
+            detail="memory" if error.errno == errno.ENOMEM else "descriptors",
+            remedy="Raise the limit of open files (ulimit -n, LimitNOFILE)",
+        ) from error
+
+
 def sealed_file(name: str, content: bytes) -> int:
-    """A sealed memory file with this content, for a manifest."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """A sealed memory file with this content, for a manifest.
+
+    Raises:
+        ResourceError: no descriptor is free.
+    """
+    descriptor = memory_file(name)
     try:
         rest = memoryview(content)
         while rest:

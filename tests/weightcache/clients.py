@@ -1,0 +1,124 @@
+"""What client processes of tests do. Each function runs in a process of its own, told and heard through a pipe."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+from tests.weightcache.models import config, contents, loader, skeleton
+
+from weightcache.attachment import Attachment
+from weightcache.binding import Binding
+from weightcache.client import attach
+from weightcache.errors import CacheMiss
+from weightcache.journal import Context, Journal
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload([__name__])  # a client is forked from a process that has imported torch already
+
+NO_FALLBACK = {"absent": "fail", "fingerprint": "fail", "daemon_loading": "fail"}
+
+
+class Client:
+    """A client process."""
+
+    def __init__(self, action: Callable[..., None], *arguments: Any) -> None:
+        self.pipe, theirs = _processes.Pipe()
+        self.process = _processes.Process(target=action, args=(theirs, *arguments))
+        self.process.start()
+        theirs.close()
+
+    def hear(self) -> Any:
+        """What it says next."""
+        if not self.pipe.poll(120):
+            raise TimeoutError("the client says nothing")
+        return self.pipe.recv()
+
+    def go_on(self) -> None:
+        self.pipe.send(None)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@contextmanager
+def client(action: Callable[..., None], *arguments: Any) -> Iterator[Client]:
+    """A client process that ends with the block."""
+    running = Client(action, *arguments)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def hold(pipe: Pipe, socket: Path, name: str, slot: str | None = None, journal: Path | None = None) -> None:
+    """Attach or load and publish, say how, and hold the weights until told to go on; then say what they are by then."""
+    model = skeleton()
+    where = Journal(journal, Context("n", slot))
+    outcome = attach(model, config(name), load=loader(model), load_bytes=1, socket=socket, journal=where)
+    pipe.send((outcome.path, outcome.generation, contents(model)))
+    pipe.recv()
+    pipe.send(contents(model))
+    pipe.recv()
+
+
+def write_into(pipe: Pipe, socket: Path, name: str) -> None:
+    """Attach, and overwrite every weight in place."""
+    model = skeleton()
+    attach(model, config(name), policies=NO_FALLBACK, socket=socket)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    pipe.send(contents(model))
+    pipe.recv()
+
+
+def stop_in(pipe: Pipe, socket: Path, name: str, part: str, load: bool) -> None:
+    """Attach (or load and publish), and stop when a part of it begins, to be killed there."""
+    begin = Attachment.part
+
+    @contextmanager
+    def stopping(self: Attachment, named: str) -> Iterator[None]:
+        with begin(self, named):
+            if named == part:
+                pipe.send(part)
+                pipe.recv()
+            yield
+
+    Attachment.part = stopping  # type: ignore[method-assign, assignment]
+    model = skeleton()
+    attach(model, config(name), load=loader(model) if load else None, load_bytes=1, socket=socket, verify=1.0)
+
+
+def stop_half_bound(pipe: Pipe, socket: Path, name: str) -> None:
+    """Attach, and stop when parameters are placed and buffers are not."""
+
+    def stopping(_: Binding) -> int:
+        pipe.send("half")
+        pipe.recv()
+        return 0
+
+    Binding.place_buffers = stopping  # type: ignore[method-assign]
+    attach(skeleton(), config(name), policies=NO_FALLBACK, socket=socket)
+
+
+def attach_as(pipe: Pipe, socket: Path, name: str, uid: int) -> None:
+    """Attach as another user, and say why it failed."""
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    try:
+        attach(skeleton(), config(name), policies=NO_FALLBACK, socket=socket, journal=Journal(None))
+    except CacheMiss as miss:
+        pipe.send(miss.to_dict())
+    else:
+        pipe.send(None)

@@ -1,0 +1,37 @@
+from collections.abc import Iterator
+
+import pytest
+from tests.weightcache.caches import Cache, KeptCache
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    """A weight cache without a daemon yet."""
+    cache = Cache()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def served(cache: Cache) -> Cache:
+    """A weight cache with a daemon of its own."""
+    cache.start()
+    return cache
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Cache]:
+    """A daemon for the tests of a module that leave it as it was; each uses identities of its own."""
+    cache = Cache()
+    cache.start()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptCache]:
+    """A weight cache under a keeper."""
+    cache = KeptCache()
+    cache.start_keeper()
+    yield cache
+    cache.close()
