@@ -12,7 +12,7 @@ from readmit.config import Config, Slot, split_address
 from readmit.gate.settings import GateSettings
 from weightcache import paths
 from weightcache.errors import ConfigError
-from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec
+from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec, keeper_command
 from weightcache.keeper.state import check_paths, check_unowned, read, spec_path
 from weightcache.process import Process
 
@@ -133,7 +133,7 @@ def become_keeper(spec: KeeperSpec) -> NoReturn:
     file = spec_path(paths.private_dir(spec.runtime_dir))
     spec.save(file)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "weightcache.keeper", str(file)])
+    os.execv(sys.executable, keeper_command(file))
 
 
 def _living(runtime_dir: Path) -> Iterator[str]:

@@ -4,7 +4,6 @@ asyncio would do, at five times the memory.
 """
 
 import contextlib
-import heapq
 import selectors
 import signal
 import socket
@@ -29,9 +28,6 @@ class Timer:
     def cancel(self) -> None:
         self.callback = None
 
-    def __lt__(self, other: "Timer") -> bool:
-        return self.due < other.due
-
 
 class Loop:
     """Calls back what was registered until `stop`."""
@@ -53,7 +49,7 @@ class Loop:
     def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call back once, after a delay."""
         timer = Timer(time.monotonic() + seconds, callback)
-        heapq.heappush(self._timers, timer)
+        self._timers.append(timer)
         return timer
 
     def on_signals(self, numbers: tuple[int, ...], callback: Callable[[int], None]) -> None:
@@ -98,13 +94,13 @@ class Loop:
         self._selector.close()
 
     def _next_delay(self) -> float | None:
-        while self._timers and self._timers[0].callback is None:
-            heapq.heappop(self._timers)
-        return max(0.0, self._timers[0].due - time.monotonic()) if self._timers else None
+        self._timers = [timer for timer in self._timers if timer.callback is not None]
+        return max(0.0, min(timer.due for timer in self._timers) - time.monotonic()) if self._timers else None
 
     def _run_timers(self) -> None:
         now = time.monotonic()
-        while self._timers and self._timers[0].due <= now:
-            callback = heapq.heappop(self._timers).callback
+        for timer in sorted((timer for timer in self._timers if timer.due <= now), key=lambda timer: timer.due):
+            # It may have been cancelled by one before it.
+            callback, timer.callback = timer.callback, None
             if callback is not None:
                 callback()

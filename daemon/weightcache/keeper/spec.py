@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -107,6 +108,11 @@ class KeeperSpec(NamedTuple):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w") as file:
             json.dump(data, file, indent=1, default=str)
+
+
+def keeper_command(spec: Path) -> list[str]:
+    """The command that runs a keeper on a spec file. Without docstrings it is a quarter of a MiB smaller."""
+    return [sys.executable, "-OO", "-m", "weightcache.keeper", str(spec)]
 
 
 def checked_name(name: str) -> str:

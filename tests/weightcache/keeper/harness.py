@@ -15,6 +15,7 @@ from weightcache.episodes import Replay
 from weightcache.errors import ConfigError
 from weightcache.journal import Context, Event, Journal
 from weightcache.keeper.control import ask
+from weightcache.keeper.spec import keeper_command
 from weightcache.keeper.state import read
 
 T = TypeVar("T")
@@ -75,8 +76,7 @@ class Node:
 
     def launch(self) -> subprocess.Popen[str]:
         """Start a keeper, without waiting for anything."""
-        command = [sys.executable, "-m", "weightcache.keeper", str(self.spec())]
-        keeper = subprocess.Popen(command, text=True, **self.popen)
+        keeper = subprocess.Popen(keeper_command(self.spec()), text=True, **self.popen)
         self.keepers.append(keeper)
         return keeper
 
