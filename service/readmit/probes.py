@@ -175,6 +175,11 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     status: int | None = None
     refused: bool = False
 
+    def facts(self) -> dict[str, Any]:
+        """What the journal keeps of it."""
+        facts = {"probe": self.probe, "seconds": self.seconds, "expected": self.expected, "found": self.found}
+        return {key: value for key, value in {**facts, "message": self.message}.items() if value is not None}
+
     @classmethod
     def without_answer(cls, probe: Probe, error: Exception, seconds: float) -> "Verdict":
         """The verdict on an engine that gave none: an error, or late when it is we who had no room to ask."""
@@ -219,9 +224,8 @@ class Interrogation:
         """Put one question and judge the answer. Never raises because of the engine."""
         began = time.monotonic()
         try:
-            answer = await asyncio.wait_for(
-                self.answer(probe.prompt, probe.max_tokens, tokens=probe.expect.wants_tokens), limit_s
-            )
+            async with asyncio.timeout(limit_s):
+                answer = await self.answer(probe.prompt, probe.max_tokens, tokens=probe.expect.wants_tokens)
         except TimeoutError:
             message = f"no answer within {limit_s:g} s"
             return Verdict(probe.name, "late", time.monotonic() - began, message=message)
@@ -300,10 +304,10 @@ async def record(
     engine = Interrogation(url, model, headers)
     probes = []
     for index, prompt in enumerate(prompts, 1):
-        answers = [
-            await asyncio.wait_for(engine.answer(prompt, max_tokens, tokens=by != "text"), limit_s)
-            for _ in range(max(1, repeat))
-        ]
+        answers = []
+        for _ in range(max(1, repeat)):
+            async with asyncio.timeout(limit_s):
+                answers.append(await engine.answer(prompt, max_tokens, tokens=by != "text"))
         first = answers[0]
         _check_golden(prompt, answers, by)
         expect = Expectation(text=first.text)

@@ -37,6 +37,7 @@ class Chronicle:
         self.failure: str | None = None
         """Why the journal could not be read at the last attempt."""
         self._slots = slots
+        self._rewound = False
         self._reader = Journal(path, context)
         self._writer = Journal(path, context)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chronicle")
@@ -48,29 +49,31 @@ class Chronicle:
         """Whether there is a journal at all."""
         return self._reader.path is not None
 
-    def rewind(self) -> None:
-        """Read what matters of the past: the latest recoveries of each slot."""
-        try:
-            starts = [self._start_of_history(slot) for slot in self._slots]
-        except (sqlite3.Error, ConfigError) as error:  # ConfigError: a newer version writes it
-            self.failure = str(error)
-            return
-        self.replay.position = min(starts, default=0)
-        self.poll()
+    def rewind(self) -> bool:
+        """Read what matters of the past, the latest recoveries of each slot; False when the journal cannot be read.
 
-    def poll(self) -> bool:
-        """Take in what is new; returns whether anything was. Cheap when nothing is."""
+        This may take long; it may run in another thread, and until it is done `poll` does nothing.
+        """
         try:
-            if self._reader.last_id() <= self.replay.position:
-                return False
-            for event in self._reader.events(self.replay.position):
-                self.replay.feed(event)
-                self._note_generation(event)
+            self.replay.position = min((self._start_of_history(slot) for slot in self._slots), default=0)
+            self._catch_up()
         except (sqlite3.Error, ConfigError) as error:  # ConfigError: a newer version writes it
             self.failure = str(error)
             return False
-        self.failure = None
+        self._rewound = True
         return True
+
+    def poll(self) -> bool:
+        """Take in what is new; returns whether anything was. Cheap when nothing is."""
+        if not self._rewound:
+            return False
+        try:
+            found = self._reader.last_id() > self.replay.position and self._catch_up()
+        except (sqlite3.Error, ConfigError) as error:
+            self.failure = str(error)
+            return False
+        self.failure = None
+        return found
 
     def engine(self, slot: str) -> Engine | None:
         """The living process that the keeper runs in a slot, None if there is none."""
@@ -173,6 +176,13 @@ class Chronicle:
         if known.episode is not None and known.episode.attempt is not None:
             return known.episode.attempt
         return known.last.attempt if known.last is not None else None
+
+    def _catch_up(self) -> bool:
+        events = self._reader.events(self.replay.position)
+        for event in events:
+            self.replay.feed(event)
+            self._note_generation(event)
+        return bool(events)
 
     def _start_of_history(self, slot: str) -> int:
         clause = "WHERE slot = ? AND kind = 'episode_open' ORDER BY id DESC LIMIT 1 OFFSET ?"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -9,6 +10,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry
 
 from readmit.gate.chronicle import Chronicle
+from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
 from readmit.gate.outlook import Outlook
 from readmit.gate.problem import Problem
@@ -45,19 +47,16 @@ class Gate:
         self.chronicle = Chronicle(settings.journal, settings.node, names)
         self.probes = ProbeFile(settings.probes)
         self.slots = [Slot(slot.name, slot.url, (self._journal, self.metrics.transition)) for slot in settings.slots]
-        remedies = Remedies(settings.runtime_dir, settings.cache_socket)
-        verifier = Verifier(self.probes, settings.unverified_ok, settings.probe_headers)
+        means = Means(
+            settings,
+            Verifier(self.probes, settings.unverified_ok, settings.probe_headers),
+            self.chronicle,
+            Remedies(settings.runtime_dir, settings.cache_socket),
+            self.metrics,
+            self.slots,
+        )
         self.watches = {
-            slot.name: Watch(
-                slot,
-                chosen.supervised and self.chronicle.kept,
-                settings,
-                verifier,
-                self.chronicle,
-                remedies,
-                self.metrics,
-                self.slots,
-            )
+            slot.name: Watch(slot, chosen.supervised and self.chronicle.kept, means)
             for slot, chosen in zip(self.slots, settings.slots, strict=True)
         }
         self.draining = False
@@ -102,7 +101,8 @@ class Gate:
             await asyncio.sleep(self.settings.drain_notice_s)
         self.refusing = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), self.settings.drain_limit_s)
+            async with asyncio.timeout(self.settings.drain_limit_s):
+                await self._idle.wait()
 
     async def stop(self) -> None:
         """Release everything."""
@@ -190,7 +190,7 @@ class Gate:
 
     async def _run(self) -> None:
         try:
-            await asyncio.to_thread(self.chronicle.rewind)
+            await self._read_the_past()
             async with asyncio.TaskGroup() as group:
                 for watch in self.watches.values():
                     group.create_task(watch.run())
@@ -200,6 +200,12 @@ class Gate:
             self.failure = error
             self.draining = self.refusing = True
             raise
+
+    async def _read_the_past(self) -> None:
+        for pause in itertools.chain((0.1,), itertools.repeat(LOOK_S)):
+            if await asyncio.to_thread(self.chronicle.rewind):
+                return
+            await asyncio.sleep(pause)
 
     async def _look(self) -> None:
         while True:

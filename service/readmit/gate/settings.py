@@ -52,8 +52,8 @@ class GateSettings:
         probe_headers: sent with every golden question, for engines behind a key.
         retry_after_s: what ``Retry-After`` says where history says nothing.
         max_in_flight: more requests at a time than this are answered 429.
-        probe_limit_s: an answer to a golden question is late after this, or after `hang_limit_s` if that is shorter
-            and the engine has answered before.
+        probe_limit_s: an answer to a golden question is late after this; from a ready engine already after
+            `hang_limit_s`, if that is shorter.
         verify_interval_s: between two verifications of an idle slot that is ready.
         eject_wrong: a ready slot is ejected when this many (k) of its last n verifications while idle were wrong.
         eject_window: n.

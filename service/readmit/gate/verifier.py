@@ -125,7 +125,8 @@ class Verifier:
             probes = probe_set.probes if turn is None else (probe_set.probes[turn % len(probe_set.probes)],)
             return await Interrogation(url, probe_set.model, self._headers).put_all(probes, limit_s)
         try:
-            model = await asyncio.wait_for(served_model(url, self._headers), limit_s)
+            async with asyncio.timeout(limit_s):
+                model = await served_model(url, self._headers)
         except TimeoutError:
             return [Verdict(SIGN_OF_LIFE.name, "late", limit_s, message="no list of models in time")]
         except (aiohttp.ClientError, OSError) as error:

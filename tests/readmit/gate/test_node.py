@@ -11,18 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.readmit.gate.harness import Child, History, ending, free_port, until
+from tests.readmit.gate.harness import Child, Damage, History, ending, free_port, until
 
-from weightcache.episodes import Replay
+from weightcache.episodes import Episode, Replay
 from weightcache.keeper.control import ask
 
 ASK = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
 
 
 class Node(Child):
-    """A keeper with a gate and one engine."""
+    """A keeper with a gate and one engine, and a weight cache where the engine is to use one."""
 
-    def __init__(self, model: Path, golden: Path, folder: Path, *options: str) -> None:
+    def __init__(self, model: Path, golden: Path, folder: Path, *options: str, cached: bool = False) -> None:
         self.runtime_dir = folder / "run"
         self.gate_url = f"http://127.0.0.1:{free_port()}"
         engine_url = f"http://127.0.0.1:{free_port()}"
@@ -33,10 +33,15 @@ class Node(Child):
             *("--verify-interval", "0.2", "--drain-notice", "0", *options),
         ]
         engine = [sys.executable, "-m", "readmit.engine", str(model), "--port", engine_url.rpartition(":")[2]]
+        daemon = [sys.executable, "-m", "weightcache.daemon", "--metrics", f"127.0.0.1:{free_port()}"]
+        if cached:
+            gate += ["--cache-socket", str(self.runtime_dir / "cache.sock")]
+            engine += ["--weight-cache", "client"]
         spec = folder / "keeper.json"
-        children = [
-            {"name": "gate", "role": "gate", "argv": gate, "env": {}, "cwd": None},
-            {"name": "a", "role": "engine", "argv": engine, "env": {}, "cwd": None, "stop_s": 2.0},
+        children: list[dict[str, object]] = [
+            *([{"name": "daemon", "role": "daemon", "argv": daemon}] if cached else []),
+            {"name": "gate", "role": "gate", "argv": gate},
+            {"name": "a", "role": "engine", "argv": engine, "stop_s": 2.0},
         ]
         content = {
             "node": "node",
@@ -70,13 +75,16 @@ class Node(Child):
         replay.catch_up(self.history.journal)
         return replay
 
+    def closed(self, cause: str) -> list[Episode]:
+        return [it for it in self.replay().episodes if it.cause == cause and not it.is_open]
+
     def end(self, number: int = signal.SIGTERM) -> int:
         return super().end(signal.SIGTERM)
 
 
 @pytest.fixture
 def node(model: Path, golden: Path, tmp_path: Path) -> Iterator[Node]:
-    node = Node(model, golden, tmp_path, "--hang-limit", "1")
+    node = Node(model, golden, tmp_path, "--hang-limit", "3")
     with ending(node):
         node.until_ready()
         until(lambda: node.replay().slots["a"].episode is None, "the first start's episode to be closed")
@@ -140,3 +148,27 @@ def test_nobody_is_refused_while_a_killed_gate_comes_back(node: Node) -> None:
     until(lambda: node.history.names("slot_state").count("ready") == 2, "the engine to be verified again")
     assert len(node.replay().episodes) == 1, "the engine lost nothing"
     assert httpx.post(f"{node.gate_url}/v1/completions", json=ASK, timeout=60).status_code == 200
+
+
+def test_resident_weights_that_answer_wrongly_are_quarantined_and_loaded_anew(
+    model: Path, golden: Path, tensor: bytes, tmp_path: Path
+) -> None:
+    node = Node(model, golden, tmp_path, "--eject-last", cached=True)
+    with ending(node):
+        node.until_ready()
+        until(lambda: "published" in node.history.names("publish"), "the first start to publish")
+        os.kill(node.child("a")["pid"], signal.SIGKILL)
+        until(lambda: node.closed("crash"), "the crash to be recovered from")
+        assert node.closed("crash")[0].path == "hit"
+        (generation,) = {
+            event.attributes["generation"] for event in node.history.events("lookup") if event.name == "hit"
+        }
+        Damage(node.child("a")["pid"], tensor).set()
+        until(lambda: node.closed("wrong_answer"), "the wrong answers to be recovered from")
+        node.until_ready()
+        (quarantine,) = node.history.events("quarantine")
+        assert (quarantine.name, quarantine.attributes["generation"]) == ("set", generation)
+        (recovery,) = node.closed("wrong_answer")
+        assert (recovery.fault_clock, recovery.path, recovery.reason) == ("last_correct_answer", "miss", "quarantined")
+        answer = httpx.post(f"{node.gate_url}/v1/completions", json=ASK, timeout=60).json()
+        assert answer["choices"][0]["text"] == " Paris."

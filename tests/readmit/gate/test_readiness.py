@@ -5,14 +5,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.readmit.gate.harness import (
     Damage,
     Gate,
     History,
     ReferenceEngine,
+    ScriptedEngine,
     ending,
     free_port,
     probe_file,
@@ -86,6 +89,23 @@ def test_a_killed_engine_is_out_at_once_and_its_successor_in_after_a_correct_ans
     assert [state for state, _ in history.states()][3:7] == ["ready", "suspect", "loading", "verifying"]
 
 
+def test_an_engine_may_die_at_any_moment(golden: Path, options: list[str], tmp_path: Path) -> None:
+    port, probes = free_port(), probe_file(tmp_path / "scripted.json")
+    gate = Gate("--slot", f"a=http://127.0.0.1:{port}", *options, "--probes", str(probes))
+    with ending(gate):
+        for number in range(15):
+            engine = ScriptedEngine(port)
+            until(lambda: gate.slot()["state"] in ("verifying", "ready"), "the gate to see it")
+            time.sleep(0.004 * number)
+            engine.end()
+            gone = engine.pid
+            until(lambda: gate.slot()["pid"] != gone, "the gate to let go of it")  # noqa: B023 - called at once
+            assert not gate.ready
+        engine = ScriptedEngine(port)
+        with ending(engine):
+            gate.until_ready()
+
+
 def test_a_wrong_answer_keeps_the_gate_shut(
     engines: Pair, model: Path, options: list[str], history: History, tmp_path: Path
 ) -> None:
@@ -141,7 +161,7 @@ def test_a_stopped_engine_hangs_and_one_that_goes_on_comes_back(
     engines: Pair, options: list[str], history: History
 ) -> None:
     engine = engines[0]
-    gate = Gate("--slot", f"a={engine.url}", *options, "--hang-limit", "1")
+    gate = Gate("--slot", f"a={engine.url}", *options, "--hang-limit", "3")
     with ending(gate):
         gate.until_ready()
         os.kill(engine.pid, signal.SIGSTOP)
@@ -161,6 +181,19 @@ def test_a_stopped_engine_hangs_and_one_that_goes_on_comes_back(
         assert [name for name, _ in history.states()].count("ready") == 2
         after = [event.name for event in history.events("probe") if event.id > opened.id]
         assert after[-2:].count("correct") == 2 or after.count("correct") >= 2
+
+
+def test_a_busy_engine_is_late_and_stays(engines: Pair, options: list[str], history: History) -> None:
+    gate = Gate("--slot", f"a={engines[0].url}", *options, "--hang-limit", "2")
+    with ending(gate), ThreadPoolExecutor(1) as client:
+        gate.until_ready()
+        long = {**ASK, "max_tokens": 1000, "ignore_eos": True}
+        running = client.submit(httpx.post, f"{gate.url}/v1/completions", json=long, timeout=300)
+        until(lambda: history.names("probe").count("late") >= 2 or running.done(), "late answers")
+        assert gate.ready
+        assert running.result(300).status_code == 200
+        assert [state for state, _ in history.states()].count("suspect") == 0
+        assert "late" in history.names("probe")
 
 
 def test_damaged_weights_are_noticed_but_the_last_slot_stays(

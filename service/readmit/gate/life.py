@@ -1,0 +1,296 @@
+"""The life of one engine process at the gate: asked until it answers correctly, and asked on while it serves."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from yarl import URL
+
+from readmit.gate.chronicle import Chronicle
+from readmit.gate.metrics import GateMetrics
+from readmit.gate.process import Engine
+from readmit.gate.remedies import Remedies
+from readmit.gate.settings import GateSettings
+from readmit.gate.slots import Lease, Slot
+from readmit.gate.verifier import Finding, Verifier
+from weightcache.journal import boottime_ns
+
+log = logging.getLogger("readmit.gate")
+
+PORT_POLL_S: Final = 0.05
+"""How often a closed port is tried."""
+ERROR_PAUSE_S: Final = 0.5
+"""The longest pause after an engine answered with an error: it is still starting."""
+WRONG_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Between wrong answers of an engine that is not ready; the last one again and again."""
+CONFIRM_S: Final = 1.0
+"""Until the next verification where one more answer decides."""
+BUSY_FACTOR: Final = 3
+"""A busy slot is verified this many times less often than an idle one."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What the watches of one gate work with. ``slots`` are all of the gate's."""
+
+    settings: GateSettings
+    verifier: Verifier
+    chronicle: Chronicle
+    remedies: Remedies
+    metrics: GateMetrics
+    slots: Sequence[Slot]
+
+
+class Life:
+    """One engine process, as far as it is this slot's.
+
+    Args:
+        slot: where it runs.
+        engine: the process; None for one that listens out of our sight.
+        supervised: whether a keeper would restart it.
+        means: what it takes.
+        lose: called with a reason when it turns out not to be this slot's engine.
+    """
+
+    def __init__(
+        self, slot: Slot, engine: Engine | None, supervised: bool, means: Means, lose: Callable[[str], None]
+    ) -> None:
+        self.slot = slot
+        self.engine = engine
+        self.finding: Finding | None = None
+        """What the latest verification found."""
+        self.over = asyncio.Event()
+        """Set from outside when the process is not the slot's engine any more."""
+        self.doubt = asyncio.Event()
+        """Set by whoever saw the engine fail: verify at once."""
+        self._supervised = supervised
+        self._means = means
+        self._lose = lose
+        self._answered = False
+        self._needed = 1
+        self._phase_marked = False
+        self._silent_ns: int | None = None
+        self._hangs = False
+        self._restarting = False
+
+    async def run(self) -> None:
+        """Open the slot and take it out of service, until `over` or cancelled."""
+        with contextlib.suppress(_Over):
+            while True:
+                await self._until_correct()
+                await self._while_correct()
+
+    async def _until_correct(self) -> None:
+        """Ask until all answers are correct, and open. Nothing else opens."""
+        good = mistakes = errors = 0
+        while True:
+            if self._hangs and self._means.settings.restart_hung:
+                await self._restart("hang")
+            self._means.chronicle.poll()
+            if not await self._port_open():
+                self.slot.enter("loading", "port_closed" if self.slot.state != "loading" else self.slot.reason)
+                self._note_silence(boottime_ns())
+                await asyncio.sleep(PORT_POLL_S)
+                continue
+            self.slot.enter("verifying", "port_open" if self.slot.state != "verifying" else self.slot.reason)
+            finding = await self._examine()
+            if finding.result in ("correct", "wrong"):
+                self._silent_ns, self._hangs = None, False
+            match finding.result:
+                case "correct":
+                    good += 1
+                    if good >= self._needed:
+                        self._open(finding)
+                        return
+                    pause = CONFIRM_S
+                case "wrong":
+                    good = 0
+                    self.slot.enter("suspect", "wrong_answer")
+                    pause = WRONG_PAUSES_S[min(mistakes, len(WRONG_PAUSES_S) - 1)]
+                    mistakes += 1
+                    if mistakes >= self._means.settings.eject_wrong:
+                        await self._cure_wrong()
+                case "late":
+                    self.slot.enter("verifying", "late")
+                    self._note_silence(finding.asked_ns)
+                    pause = 0.0
+                case "no_probes":
+                    self.slot.enter("verifying", "no_probes")
+                    pause = ERROR_PAUSE_S
+                case _:
+                    self.slot.enter("verifying", finding.result)
+                    if finding.result == "foreign_listener" and not self._supervised:
+                        self._lose("engine_replaced")  # then it is that other process that will be asked
+                    pause = min(ERROR_PAUSE_S, PORT_POLL_S * 1.3**errors)
+                    errors += 1
+            await asyncio.sleep(pause)
+
+    def _open(self, finding: Finding) -> None:
+        chronicle, name, now = self._means.chronicle, self.slot.name, boottime_ns()
+        chronicle.poll()
+        lease = Lease(self.engine, chronicle.generation(name), finding.probe_set, now)
+        self.slot.open(lease)
+        self._answered, self._needed = True, 1
+        if self._phase_marked:
+            chronicle.write(name, "phase_end", "semantic_verify", at_ns=now)
+            self._phase_marked = False
+        chronicle.close_episode(name, lease.verified, now)
+        log.info("slot %s is ready (%s)", name, self.slot.reason)
+
+    async def _while_correct(self) -> None:
+        """Verify a ready slot on and on; returns when readiness has ended."""
+        settings = self._means.settings
+        window: deque[bool] = deque(maxlen=settings.eject_window)
+        errors, turn, pause = 0, 0, settings.verify_interval_s
+        while await self._due(pause):
+            # One question in turn while all is well, all of them once something is not.
+            well = self.finding is None or self.finding.result == "correct"
+            finding = await self._examine(turn if well else None)
+            turn += 1
+            lease = self.slot.lease
+            if lease is None:
+                return
+            if finding.probe_set not in (None, lease.probe_set):
+                self.slot.revoke("probes_changed")
+                return
+            pause = settings.verify_interval_s
+            if finding.result in ("correct", "wrong"):
+                self._silent_ns = None
+                # A busy engine batches, and may round another way: only an idle one's mistakes count.
+                if finding.result == "correct" or not self.slot.in_flight:
+                    window.append(finding.result == "wrong")
+                self.slot.wrong_while_ready = sum(window)
+            errors = errors + 1 if finding.result == "error" and not finding.busy else 0
+            match finding.result:
+                case "wrong":
+                    pause = min(CONFIRM_S, pause)
+                    if sum(window) >= settings.eject_wrong and self._may_eject():
+                        self._eject("wrong_answer", "wrong_answer")
+                case "late":
+                    pause = 0.0
+                    self._note_silence(finding.asked_ns)
+                case "error" if finding.refused:
+                    self.slot.revoke("engine_refused")
+                case "error" if finding.busy:
+                    pause = min(CONFIRM_S, pause)
+                    self._note_silence(finding.asked_ns)
+                case "error":
+                    pause = min(CONFIRM_S, pause)
+                    if errors >= settings.eject_wrong:
+                        self._eject("engine_error", "crash")
+                case "foreign_listener" | "engine_exited":
+                    self.slot.revoke(finding.result)
+
+    async def _due(self, pause: float) -> bool:
+        """Wait until the next verification is due; False when readiness ended meanwhile."""
+        while self.slot.ready:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self.doubt.wait()
+            doubted = self.doubt.is_set()
+            self.doubt.clear()
+            if doubted or not self.slot.in_flight or self._silent_ns is not None or self._overdue():
+                break
+        return self.slot.ready
+
+    def _overdue(self) -> bool:
+        last = self.slot.last_correct_ns or 0
+        return boottime_ns() - last > BUSY_FACTOR * self._means.settings.verify_interval_s * 1e9
+
+    async def _examine(self, turn: int | None = None) -> Finding:
+        means, name = self._means, self.slot.name
+        limit = means.settings.probe_limit_s
+        if self.slot.ready:  # one that comes back, or has just started, may take its time
+            limit = min(limit, means.settings.hang_limit_s)
+        finding = await means.verifier.examine(self.slot.url, self.engine, limit, turn=turn)
+        self._check()
+        answered = finding.result in ("correct", "wrong", "late")
+        if answered and means.chronicle.episode(name) is not None and not self._phase_marked:
+            # Only now: an engine that answers with an error is still in a phase of its own.
+            means.chronicle.write(name, "phase_begin", "semantic_verify", at_ns=finding.asked_ns)
+            self._phase_marked = True
+        if self.finding is None or finding.message != self.finding.message:
+            log.info("slot %s: %s", name, finding.message or "all answers are correct")
+        self.finding = finding
+        for verdict in finding.verdicts:
+            means.metrics.verdict(self.slot, verdict)
+            if verdict.result != "error" or self.slot.ready:  # errors of a starting engine come by the dozen
+                means.chronicle.write(name, "probe", verdict.result, verdict.facts())
+        if finding.result == "correct":
+            self.slot.last_correct_ns = boottime_ns()
+            means.metrics.verified(self.slot, time.time())
+        return finding
+
+    def _note_silence(self, since_ns: int) -> None:
+        """No answer in time. Late is not wrong, until it has lasted too long; then it is a hang."""
+        if not self._answered:
+            return  # this process never did: that is a slow start
+        if self._silent_ns is None:
+            self._silent_ns = since_ns
+        settings = self._means.settings
+        limit = settings.busy_hang_limit_s if self.slot.in_flight else settings.hang_limit_s
+        if not self._hangs and boottime_ns() - self._silent_ns >= limit * 1e9:
+            self._hangs = True
+            self._eject("hang", "hang")
+
+    def _may_eject(self) -> bool:
+        others = [slot for slot in self._means.slots if slot is not self.slot and slot.ready]
+        if any(slot.wrong_while_ready for slot in others):
+            return False  # several at once: the probe set is suspect, not the fleet
+        return bool(others) or self._means.settings.eject_last
+
+    def _eject(self, reason: str, cause: str) -> None:
+        log.warning("slot %s is taken out of service: %s", self.slot.name, reason)
+        self.slot.revoke(reason)
+        self._means.chronicle.open_episode(self.slot.name, cause, self.slot.last_correct_ns)
+        self._needed = self._means.settings.readmit_after
+
+    async def _restart(self, cause: str) -> None:
+        remedies = self._means.remedies
+        if not self._restarting and self._supervised and remedies.can_restart:
+            self._restarting = await remedies.restart(self.slot.name, cause, self.slot.last_correct_ns)
+            self._check()
+
+    async def _cure_wrong(self) -> None:
+        """Wrong answers from resident weights: quarantine them, so that the engine's next start reads the disk.
+
+        Weights that came from the disk are left alone: another start would read the same.
+        """
+        remedies, chronicle = self._means.remedies, self._means.chronicle
+        mapped = chronicle.mapped(self.slot.name)
+        if not (self._means.settings.cure_wrong and mapped and remedies.can_quarantine) or self._restarting:
+            return
+        context = chronicle.context(self.slot.name)
+        if all([await remedies.quarantine(generation, "wrong_answer", context) for generation in mapped]):
+            await self._restart("wrong_answer")
+
+    async def _port_open(self) -> bool:
+        opened = await port_open(self.slot.url, self._means.settings.probe_limit_s)
+        self._check()
+        return opened
+
+    def _check(self) -> None:
+        # Cancellation ends a life, but whatever was awaited may have swallowed it; the dead must not be admitted.
+        if self.over.is_set():
+            raise _Over
+
+
+class _Over(Exception):
+    """The process is not the slot's engine any more."""
+
+
+async def port_open(url: str, limit_s: float) -> bool:
+    """Whether anybody takes a connection there."""
+    where = URL(url)
+    try:
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(where.host, where.port)
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True
