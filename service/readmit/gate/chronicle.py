@@ -4,6 +4,7 @@ Writing goes through one thread, so that a database that is busy holds up neithe
 events carry the time at which they happened, and keep their order.
 """
 
+import asyncio
 import sqlite3
 import statistics
 from collections.abc import Mapping, Sequence
@@ -154,9 +155,9 @@ class Chronicle:
         facts = {"verified": verified, "generation": self.generation(slot)}
         self.write(slot, "episode_close", "ready", facts, at_ns=at_ns)
 
-    def flush(self) -> None:
+    async def flushed(self) -> None:
         """Wait until everything written so far is in the journal or its spool."""
-        self._thread.submit(lambda: None).result()
+        await asyncio.wrap_future(self._thread.submit(lambda: None))
 
     def close(self) -> None:
         """Write what is left and let go of the journal."""

@@ -19,6 +19,7 @@ from readmit.gate.settings import GateSettings
 from readmit.gate.slots import Slot, Transition
 from readmit.gate.verifier import ProbeFile, Verifier
 from readmit.gate.watch import Watch
+from weightcache.journal import boottime_ns
 
 LOOK_S: Final = 1.0
 """How often a ready slot's lease is compared with the journal."""
@@ -65,6 +66,8 @@ class Gate:
         """Requests do not pass any more."""
         self.was_ready = False
         """Whether some slot has been ready since the gate started."""
+        self.last_request_ns: int | None = None
+        """Boottime of the latest request to ``/v1``, admitted or not."""
         self.failure: BaseException | None = None
         """An error of the gate's own, after which it must not go on."""
         self._task: asyncio.Task[None] | None = None
@@ -117,6 +120,7 @@ class Gate:
 
     def refusal(self, trace_id: str) -> Refusal | None:
         """Why a request may not pass now, None if it may."""
+        self.last_request_ns = boottime_ns()
         if self.refusing:
             problem = Problem(
                 503, "draining", "This gate is shutting down.", 1, close=True, facts={"trace_id": trace_id}

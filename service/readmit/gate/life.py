@@ -253,6 +253,7 @@ class Life:
     async def _restart(self, cause: str) -> None:
         remedies = self._means.remedies
         if not self._restarting and self._supervised and remedies.can_restart:
+            await self._means.chronicle.flushed()  # the keeper must find the episode that is open, not open another
             self._restarting = await remedies.restart(self.slot.name, cause, self.slot.last_correct_ns)
             self._check()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from readmit.gate.gate import Gate
 from weightcache.episodes import Episode
+from weightcache.journal import boottime_ns
 
 
 def report(gate: Gate) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def report(gate: Gate) -> dict[str, Any]:
         "draining": gate.draining,
         "serving": next((slot.name for slot in gate.slots if slot.serves), None),
         "in_flight": gate.in_flight,
+        "last_request_s": None if gate.last_request_ns is None else _ago_s(gate.last_request_ns),
         "slots": slots,
         "probes": {
             "path": str(gate.probes.path) if gate.probes.path else None,
@@ -40,6 +42,10 @@ def report(gate: Gate) -> dict[str, Any]:
         },
         "recoveries": [_recovery(episode) for episode in reversed(past)],
     }
+
+
+def _ago_s(at_ns: int) -> float:
+    return round((boottime_ns() - at_ns) / 1e9, 3)
 
 
 def _recovery(episode: Episode) -> dict[str, Any]:
