@@ -10,6 +10,7 @@ from weightcache.journal import boottime_ns
 from weightcache.keeper.console import say
 from weightcache.keeper.fdstore import DescriptorStore
 from weightcache.keeper.launch import Launch, launch
+from weightcache.keeper.litter import Litter
 from weightcache.keeper.loop import Loop, Timer
 from weightcache.keeper.notify import Message, NotifySocket
 from weightcache.keeper.output import Output, prune
@@ -52,6 +53,7 @@ class Child:
         self.ready = False
         self.preloads_at: Path | None = None
         """Where the resident process listens that it is forked from."""
+        self.litter = Litter()
         self.how: dict[str, str] = {}
         """How its present process was started, where there are several ways."""
         self.adopted = False
@@ -119,6 +121,7 @@ class Child:
             self.output.trim()
         if self.slot is not None and self.process is not None:
             self.slot.oom.look()
+            self.litter.note(self.process.pid)
 
     def record(self) -> ChildRecord:
         """What a successor needs to know."""

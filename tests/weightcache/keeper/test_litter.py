@@ -1,0 +1,98 @@
+"""Shared memory that killed engines leave behind: what is removed, and everything that is not."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.weightcache.keeper.harness import Node, wait_for
+
+from weightcache.keeper.litter import FOLDER, Litter
+
+HOLDER = """
+import mmap, os, sys
+for path in sys.argv[1:]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(descriptor, 4096)
+    globals()[path] = mmap.mmap(descriptor, 4096)
+print("mapped", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def names() -> Iterator[list[Path]]:
+    token = os.urandom(4).hex()
+    paths = [FOLDER / f"psm_{token}", FOLDER / f"vllm_{token}-[0-1]-cpushm-0", FOLDER / f"somebodys-{token}"]
+    yield paths
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def hold(*paths: Path) -> subprocess.Popen[str]:
+    """A process in a session of its own that maps files."""
+    command = [sys.executable, "-c", HOLDER, *map(str, paths)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "mapped\n"
+    return holder
+
+
+def end(holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.communicate()
+
+
+def test_what_the_dead_mapped_is_removed_and_what_only_looks_like_it_is_not(names: list[Path]) -> None:
+    stranger = FOLDER / f"psm_{os.urandom(4).hex()}"
+    stranger.touch()
+    litter = Litter()
+    holder = hold(*names)
+    litter.note(holder.pid)
+    end(holder)
+    assert litter.clear() == sorted(path.name for path in names[:2])
+    assert [path.exists() for path in (*names, stranger)] == [False, False, True, True]
+    stranger.unlink()
+
+
+def test_what_somebody_else_maps_stays(names: list[Path]) -> None:
+    litter = Litter()
+    holder, other = hold(*names), hold(names[0])
+    litter.note(holder.pid)
+    end(holder)
+    try:
+        assert litter.clear() == [names[1].name]
+        assert names[0].exists()
+    finally:
+        end(other)
+
+
+def test_another_file_of_the_same_name_stays(names: list[Path]) -> None:
+    litter = Litter()
+    holder = hold(names[0])
+    litter.note(holder.pid)
+    end(holder)
+    names[0].rename(names[1])  # keeps the inode from being given to the next file
+    names[0].touch()
+    assert litter.clear() == []
+    assert names[0].exists()
+
+
+def test_what_nobody_noted_stays(names: list[Path]) -> None:
+    holder = hold(*names)
+    end(holder)
+    assert Litter().clear() == []
+    assert names[0].exists()
+
+
+def test_a_keeper_clears_up_after_a_killed_engine(node: Node, names: list[Path]) -> None:
+    worker = [sys.executable, "-c", HOLDER.replace("input()", "import time; time.sleep(3600)"), str(names[0])]
+    leader = f"import subprocess; subprocess.run({worker!r})"
+    node.children.append({"name": "a", "role": "engine", "argv": [sys.executable, "-c", leader], "limit": 1})
+    keeper = node.start()
+    wait_for(names[0].exists, "the engine's worker has mapped it")
+    node.kill(wait_for(lambda: node.child("a").get("pid"), "the engine runs"))
+    wait_for(lambda: not names[0].exists(), "the keeper has removed it")
+    assert f"removed shared memory that a left behind: {names[0].name}" in node.stop(keeper)[1]
