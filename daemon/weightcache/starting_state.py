@@ -123,7 +123,7 @@ def _pages(file: Path, size: int, stride: int) -> tuple[int, int]:
                 vector = ctypes.create_string_buffer(pages)
                 if libc.mincore(address + offset, length, vector):
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
-                present += sum(byte & 1 for byte in vector.raw)
+                present += vector.raw.count(1)  # Linux sets no other bits (mm/mincore.c)
                 looked_at += pages
         finally:
             libc.munmap(address, size)

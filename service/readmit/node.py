@@ -71,6 +71,7 @@ def engine(slot: Slot, env: dict[str, str]) -> ChildSpec:
         argv=slot.argv,
         env={**env, **slot.env},
         cwd=str(slot.cwd) if slot.cwd else None,
+        model=slot.model,
         backoff_s=slot.backoff_s,
         limit=slot.limit,
         window_s=slot.window_s,

@@ -43,6 +43,10 @@ class DescriptorStore:
         """What is stored, in order."""
         return [Stored(name, fd) for fd, name in self._order.items()]
 
+    def holds(self, prefix: str) -> bool:
+        """Whether the name of something stored begins like this."""
+        return any(name.startswith(prefix) for name in self._stored)
+
     def add(self, name: str, fd: int, *, poll: bool) -> bool:
         """Take a descriptor over.
 

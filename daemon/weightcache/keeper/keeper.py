@@ -28,6 +28,8 @@ HOLD_S: Final = 1.0
 """How often a resident process that waits for recoveries to be over is asked about."""
 ECHO_S: Final = 0.2
 STOP_ORDER: Final = ("gate", "other", "engine", "daemon")
+ARENA: Final = "arena-"
+"""How the daemon's names for descriptors of weights begin."""
 LAST_LINES: Final = 20
 """Lines of output shown when an engine is given up."""
 
@@ -149,7 +151,7 @@ class Keeper:
             return
         child.state, child.starts, child.adopted, child.ordered = "starting", child.starts + 1, False, False
         if child.slot is not None:
-            child.slot.start()
+            child.slot.start(self._holds_weights())
         try:
             context = child.slot.context if child.slot else self._journal.context
             environment = self.spec.environment(child.spec, context, self.state.notify_path(child.name))
@@ -170,6 +172,11 @@ class Keeper:
         self._loop.watch(child.launch, lambda: self._on_exec(child))
         self._loop.watch(process, lambda: self._on_exit(child))
         child.launch.go()
+
+    def _holds_weights(self) -> bool | None:
+        """Whether weights are in keeping here; None where no weight cache is this keeper's child."""
+        daemons = [child for child in self.children if child.role == "daemon"]
+        return any(child.store.holds(ARENA) for child in daemons) if daemons else None
 
     def _on_exec(self, child: Child) -> None:
         assert child.launch is not None

@@ -9,9 +9,11 @@ import sqlite3
 from pathlib import Path
 from typing import Any, Final
 
+from weightcache.errors import ConfigError
 from weightcache.journal import Context, Event, Journal, boot_id, boottime_ns, new_episode_id
 from weightcache.keeper.console import say
 from weightcache.keeper.spec import ChildSpec
+from weightcache.keeper.survey import survey
 from weightcache.process import Exit, Process, oom_counter, oom_kills
 from weightcache.vocabulary import CAUSES
 
@@ -77,6 +79,7 @@ class Slot:
     @property
     def is_open(self) -> bool:
         """Whether the slot is in an episode; the gate may have closed the keeper's, or opened one of its own."""
+        self._merge()
         opened = self._find("kind = 'episode_open'")
         if opened is not None and opened.boot_id == boot_id() and opened.boottime_ns > self._opened_ns:
             self._take_up(opened)
@@ -86,6 +89,7 @@ class Slot:
 
     def resume(self) -> None:
         """Read where the slot stands from the journal."""
+        self._merge()
         opened = self._find("kind = 'episode_open'")
         if opened is None:
             return
@@ -181,11 +185,23 @@ class Slot:
         """A phase of the keeper's has ended."""
         self._append("phase_end", phase, attempt=self._number(phase))
 
-    def start(self) -> None:
-        """The next attempt begins; said before the fork."""
+    def start(self, resident: bool | None = None) -> None:
+        """The next attempt begins; said before the fork.
+
+        Args:
+            resident: whether weights are held in memory, None where that is not known.
+        """
         self.attempt += 1
-        self._append("attempt_start", "", {"command": list(self.spec.argv)})
-        self.begin("spawn")
+        began_ns = boottime_ns()
+        model = Path(self.spec.cwd or "", self.spec.model) if self.spec.model else None
+        try:
+            state = survey(model, {**os.environ, **self.spec.env}, resident=resident)
+        except OSError as error:  # no room for another process: then the attempt itself will say so
+            say(f"from what state attempt {self.attempt} starts is not known: {error}")
+            state = None
+        about = {"command": list(self.spec.argv), "starting_state": state}
+        self._append("attempt_start", "", about, at_ns=began_ns)
+        self.begin("spawn", at_ns=began_ns)
 
     def spawned(self, process: Process, name: str = "spawned", **how: str) -> None:
         """The engine's process exists (or, ``adopted``, is still there)."""
@@ -252,6 +268,13 @@ class Slot:
         number = self.attempt if attempt is None else attempt
         context = Context(self._journal.context.node, self.spec.name, self.episode, number or None)
         self._journal.append(kind, name, attributes, at_ns=at_ns, context=context)
+
+    def _merge(self) -> None:
+        """Have what a busy database sent to spools read as well: the gate may have closed the episode there."""
+        try:
+            self._journal.merge_spools()
+        except (sqlite3.Error, OSError, ConfigError) as error:
+            say(f"events wait outside the journal: {error}")
 
     def _find(self, condition: str, *values: object) -> Event | None:
         events = self._all(f"{condition} ORDER BY id DESC LIMIT 1", *values)

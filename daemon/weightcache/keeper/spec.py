@@ -42,6 +42,8 @@ class ChildSpec(NamedTuple):
     limit: int = LIMIT
     window_s: float = WINDOW_S
     stop_s: float = STOP_S
+    model: str | None = None
+    """The folder of an engine's model, where it is known: what is cached of it is part of its starting state."""
     preload: str | None = None
     """Name of the child, of role ``other``, that an engine's restarts are forked from (see `weightcache.preload`)."""
 

@@ -1,9 +1,10 @@
 """The right answers, from plain transformers in a process of its own: nothing of readmit takes part in them.
 
-python -m readmit.demo.reference MODEL MAX_TOKENS PROMPT [PROMPT ...]
+``python -m readmit.demo.reference MODEL`` reads ``[[prompt, max_tokens], ...]`` as JSON from standard input.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ def right_answers(model: Path, questions: list[tuple[str, int]]) -> list[str]:
 
 
 def main() -> None:
+    # Read by OpenMP when torch is imported: its threads would otherwise spin against whatever else runs here.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
     import transformers
 

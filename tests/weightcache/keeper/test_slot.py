@@ -1,7 +1,9 @@
 """A slot's policy and its reading of the journal, without processes."""
 
+import contextlib
 import os
 import signal
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +127,19 @@ def test_an_episode_that_the_gate_has_closed_is_over(place: Place) -> None:
     assert not place.slot.is_open
     place.die()
     assert [it.cause for it in place.replay().episodes] == ["first_start", "crash"]
+
+
+def test_an_episode_that_the_gate_could_close_in_a_spool_only_is_over(place: Place) -> None:
+    place.slot.first_start()
+    place.attempt()
+    gate = Journal(place.journal.path, place.slot.context)
+    with contextlib.closing(sqlite3.connect(str(place.journal.path))) as busy:
+        busy.execute("BEGIN IMMEDIATE")
+        gate.append("attempt_end", "ready")
+        gate.append("episode_close", "ready", {"verified": True})
+        assert gate.spooled == 2
+    place.die()
+    assert [(it.cause, it.outcome) for it in place.replay().episodes] == [("first_start", "ready"), ("crash", None)]
 
 
 def test_an_episode_that_the_gate_has_opened_is_gone_on_with(place: Place) -> None:
