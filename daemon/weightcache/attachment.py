@@ -178,7 +178,7 @@ class Attachment:
         """Read from disk with the cache off."""
         if load is None:
             raise ConfigError("mode", "mode off reads from disk, and there is nothing given to read with")
-        self.journal.append("lookup", "off", {"mode": "off"})
+        self.journal.append("lookup", "off", {"mode": "off", "config": self.config.to_dict()})
         with self.part("read"):
             load(ignore_progress)
         require_no_meta(self.model)

@@ -3,14 +3,18 @@
 A slot's clock stops while it is stopped on purpose: its engine has ended and nobody opened an episode for that. After
 an abandoned episode it goes on: nobody is recovering, and the slot is still not ready.
 
+Time without readiness burns the budget for faults, except in a planned recovery until its deadline.
+
 Standard library only.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from weightcache.episodes import Change, Replay
+from weightcache.episodes import Change, Episode, Replay
 from weightcache.journal import Event
+from weightcache.slo import Objectives
+from weightcache.vocabulary import PLANNED_CAUSES
 
 State = Literal["ready", "unready", "stopped"]
 
@@ -24,41 +28,65 @@ class Outage(NamedTuple):
 
 @dataclass
 class Readiness:
-    """What one slot was since when, and for how long in all."""
+    """What a slot, or the node, was since when, and for how long in all."""
 
     state: State = "stopped"
     since_ns: int = 0
     ready_ns: int = 0
     unready_ns: int = 0
+    burned_ns: int = 0
+    """Of the unready time, what counts against the budget."""
+    grace_until_ns: int = 0
+    """Until when unready time is a planned one's."""
 
     def unready_s(self, now_ns: int) -> float:
         """Seconds without semantic readiness."""
         return (self.unready_ns + (self._running(now_ns) if self.state == "unready" else 0)) / 1e9
+
+    def burned_s(self, now_ns: int) -> float:
+        """Seconds without semantic readiness that nobody had planned, or no longer."""
+        return (self.burned_ns + (self._burning(now_ns) if self.state == "unready" else 0)) / 1e9
 
     def observed_s(self, now_ns: int) -> float:
         """Seconds in which it was meant to be ready."""
         running = self._running(now_ns) if self.state != "stopped" else 0
         return (self.ready_ns + self.unready_ns + running) / 1e9
 
-    def enter(self, state: State, at_ns: int) -> None:
-        """Leave one state and enter another."""
+    def enter(self, state: State, at_ns: int, grace_until_ns: int = 0) -> None:
+        """Leave one state and enter another. What has burned so far stays burned, whatever grace comes later."""
         if self.state == "ready":
             self.ready_ns += self._running(at_ns)
         elif self.state == "unready":
             self.unready_ns += self._running(at_ns)
-        self.state, self.since_ns = state, max(at_ns, self.since_ns)
+            self.burned_ns += self._burning(at_ns)
+        self.state, self.since_ns, self.grace_until_ns = state, max(at_ns, self.since_ns), grace_until_ns
 
     def _running(self, now_ns: int) -> int:
         return max(0, now_ns - self.since_ns)
 
+    def _burning(self, now_ns: int) -> int:
+        return max(0, now_ns - max(self.since_ns, self.grace_until_ns))
+
 
 class Availability:
-    """Readiness of every slot, and outages of the node, kept up to date event by event."""
+    """Readiness of every slot and of the node, and its outages, kept up to date event by event.
 
-    def __init__(self) -> None:
+    Args:
+        objectives: they say when a planned recovery is late.
+    """
+
+    def __init__(self, objectives: Objectives | None = None) -> None:
         self.slots: dict[str, Readiness] = {}
+        self.service = Readiness()
+        """Ready while some slot is, unready while none is and some should be."""
         self.outage: Outage | None = None
         """The outage that lasts, if any."""
+        self.takeovers = 0
+        """How often a slot was lost while another one was ready."""
+        self.boot: str | None = None
+        self.seen_ns = 0
+        """The time of the latest event."""
+        self._objectives = objectives or Objectives()
 
     def feed(self, event: Event, replay: Replay, change: Change) -> Outage | None:
         """Take in an event after the replay did; returns the outage that it ended.
@@ -68,26 +96,59 @@ class Availability:
             replay: the replay that was fed with it.
             change: what that returned.
         """
-        ended = None
-        if (episode := change.closed) is not None:
-            state: State = "ready" if episode.outcome == "ready" else "unready"
-            ended = self._enter(episode.slot, state, episode.end_ns())
-        if change.opened is not None:
-            ended = self._enter(change.opened.slot, "unready", change.opened.fault_ns) or ended
+        ended = self._boot(event.boot_id)
+        at_ns = replay.clock.place(event)
+        self.seen_ns = max(self.seen_ns, at_ns)
+        if (closed := change.closed) is not None:
+            if closed.outcome == "ready":
+                ended = self._enter(closed.slot, "ready", closed.end_ns()) or ended
+            else:
+                ended = self._enter(closed.slot, "unready", closed.end_ns(), self._grace_ns(closed, replay)) or ended
+        if (opened := change.opened) is not None:
+            if self.slots.get(opened.slot, _NEVER).state == "ready":
+                self.takeovers += any(it.state == "ready" for name, it in self.slots.items() if name != opened.slot)
+            ended = self._enter(opened.slot, "unready", opened.fault_ns, self._grace_ns(opened, replay)) or ended
         elif event.slot in self.slots and self.slots[event.slot].state == "ready" and _is_engine_exit(event):
             # On purpose, unless an episode opens for it; that comes next, and counts from the same moment.
-            ended = self._enter(event.slot, "stopped", replay.clock.place(event)) or ended
+            ended = self._enter(event.slot, "stopped", at_ns) or ended
+        elif event.kind == "lookup" and event.slot is not None:
+            episode = replay.slots[event.slot].episode
+            if episode is not None and episode.id == event.episode and episode.cause in PLANNED_CAUSES:
+                ended = self._enter(event.slot, "unready", at_ns, self._grace_ns(episode, replay)) or ended
         return ended
 
-    def _enter(self, slot: str, state: State, at_ns: int) -> Outage | None:
-        self.slots.setdefault(slot, Readiness(since_ns=at_ns)).enter(state, at_ns)
+    def _boot(self, boot: str) -> Outage | None:
+        """No engine outlives its boot: until an episode says otherwise, what was ready has stopped."""
+        ended = None
+        if self.boot not in (None, boot):
+            for name in [name for name, slot in self.slots.items() if slot.state == "ready"]:
+                ended = self._enter(name, "stopped", self.seen_ns) or ended
+        self.boot = boot
+        return ended
+
+    def _grace_ns(self, episode: Episode, replay: Replay) -> int:
+        """Until when a recovery burns nothing."""
+        if episode.cause not in PLANNED_CAUSES:
+            return 0
+        last = replay.slots[episode.slot].last
+        threshold_s = self._objectives.threshold_s(episode.path, last.path if last and last is not episode else None)
+        return episode.fault_ns + round(threshold_s * 1e9)
+
+    def _enter(self, slot: str, state: State, at_ns: int, grace_until_ns: int = 0) -> Outage | None:
+        self.slots.setdefault(slot, Readiness(since_ns=at_ns)).enter(state, at_ns, grace_until_ns)
         states = {readiness.state for readiness in self.slots.values()}
-        if "ready" not in states and "unready" in states:
+        ready, wanted = "ready" in states, "unready" in states
+        graces = [readiness.grace_until_ns for readiness in self.slots.values() if readiness.state == "unready"]
+        self.service.enter("ready" if ready else "unready" if wanted else "stopped", at_ns, min(graces, default=0))
+        if wanted and not ready:
             self.outage = self.outage or Outage(at_ns, None)
         elif self.outage is not None:
             ended, self.outage = Outage(self.outage.begin_ns, max(at_ns, self.outage.begin_ns)), None
             return ended
         return None
+
+
+_NEVER = Readiness()
 
 
 def _is_engine_exit(event: Event) -> bool:

@@ -150,7 +150,8 @@ class _Recovery:
     def _count(self, result: str, facts: Mapping[str, object]) -> None:
         """Journal what this attach came to, once."""
         if not self._counted:
-            self.attachment.journal.append("lookup", result, facts)
+            config = self.attachment.config.to_dict()
+            self.attachment.journal.append("lookup", result, {**facts, "config": config})
         self._counted = True
 
     def _count_miss(self, miss: CacheMiss, policy: str) -> None:

@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 from weightcache import paths
 from weightcache.deposit import Deposit
 from weightcache.errors import ConfigError, ResourceError, WeightCacheError
+from weightcache.forecast import Forecast
 from weightcache.gpu_watch import Finding, GpuWatch, NvmlError
 from weightcache.journal import Journal, boot_id
 from weightcache.process import Process, Stat
@@ -32,6 +33,7 @@ from weightcache.registry import Registry
 from weightcache.residency import Residency
 from weightcache.sdnotify import Notifier, listen_fds
 from weightcache.server import Server
+from weightcache.slo import Objectives
 from weightcache.telemetry import Telemetry
 
 _TELEMETRY_EVERY_S: Final = 0.2
@@ -185,20 +187,23 @@ async def run(options: argparse.Namespace) -> None:
         journal = Journal(options.journal or paths.journal_path(), checkpoints=True)
         stack.callback(journal.close)
         registry = Registry(options.capacity)
-        telemetry = Telemetry(journal, registry, options.metrics, options.spans)
+        forecast = Forecast(registry)
+        telemetry = Telemetry(
+            journal, registry, options.metrics, options.spans, objectives=options.slo, forecast=forecast
+        )
         telemetry.start()
         stack.callback(telemetry.close)
         deposit = Deposit(Notifier.from_environment())
         stack.callback(deposit.close)
         residency = Residency(registry, journal, deposit, os.urandom(8).hex())
-        await _serve(path, handed, residency, telemetry, options.allow_uid, engine, began)
+        await _serve(path, handed, residency, (telemetry, forecast), options.allow_uid, engine, began)
 
 
 async def _serve(
     path: Path,
     handed: list[tuple[str, int]],
     residency: Residency,
-    telemetry: Telemetry,
+    watching: tuple[Telemetry, Forecast],
     allowed: list[int],
     engine: Process | None,
     began: float,
@@ -224,7 +229,8 @@ async def _serve(
     deposit.notifier.ready(f"serving {len(residency.registry.generations)} generations")
     _journal_start(residency, began)
     _watch_gpus(residency, loop, stop_watching)
-    keeping = asyncio.create_task(_keep_telemetry(telemetry))
+    telemetry, forecast = watching
+    keeping = [asyncio.create_task(_keep_telemetry(telemetry)), asyncio.create_task(forecast.keep())]
     try:
         await stop.wait()
     finally:
@@ -235,8 +241,9 @@ async def _serve(
         listener.close()
         if not deposit.active:
             path.unlink(missing_ok=True)  # noqa: ASYNC240 - nobody is served any more
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
         journal.append("process", "exited", {"process": "daemon", "pid": os.getpid(), "exit_code": 0})
 
 
@@ -248,6 +255,7 @@ def _journal_start(residency: Residency, began: float) -> None:
         "start_ticks": _start_ticks(),
         "generations": list(registry.generations),
         "leases": registry.leases,
+        "lease_names": [name for generation in registry.generations.values() for name in generation.leases],
         "losses": {loss.generation: loss.detail for loss in registry.losses},
         "seconds": round(time.monotonic() - began, 6),
     }
@@ -262,10 +270,23 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--capacity", type=size, help="limit of resident bytes, such as 120GiB (default: none)")
     options.add_argument("--journal", type=Path, help="the journal (default: in the state folder)")
     options.add_argument("--spans", type=Path, help="OTLP-JSON lines file (default: spans.jsonl beside the journal)")
+    options.add_argument(
+        "--slo",
+        type=_objectives,
+        metavar="JSON",
+        help="promises that differ from the defaults, as [slo] in readmit.toml",
+    )
     options.add_argument("--allow-uid", type=int, action="append", default=[], help="a further uid that may connect")
     options.add_argument("--until-pid", type=int, help="end when this process ends")
     options.add_argument("--log-format", choices=("text", "json"), default="text")
     return options
+
+
+def _objectives(text: str) -> Objectives:
+    try:
+        return Objectives.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def size(text: str) -> int:

@@ -91,6 +91,11 @@ class Attempt:
         return kinds.pop()
 
     @property
+    def config(self) -> dict[str, Any] | None:
+        """The fields of the `weightcache.fingerprint.CacheConfig` that one of its ranks asked for, if any said."""
+        return next((it.attributes["config"] for it in self.lookups if it.attributes.get("config")), None)
+
+    @property
     def miss(self) -> Lookup | None:
         """The miss of its lowest rank that missed."""
         return min((lookup for lookup in self.lookups if lookup.result == "miss"), default=None, key=lambda it: it.rank)

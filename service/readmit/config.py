@@ -6,6 +6,7 @@ is also where commands run. An unknown key is an error that names it: a typo mus
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -32,6 +34,7 @@ from readmit.gate.settings import GateSettings, SlotSettings
 from weightcache import paths
 from weightcache.errors import ConfigError
 from weightcache.keeper.spec import BACKOFF_S, LIMIT, STOP_S, WINDOW_S, checked_name
+from weightcache.slo import Objectives
 
 ENV_PREFIX: Final = "READMIT__"
 DEFAULT_FILE: Final = Path("readmit.toml")
@@ -136,6 +139,18 @@ class Telemetry(Section):
     log_format: Literal["text", "json"] = "text"
 
 
+def _promises(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        Objectives.of(given)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return given
+
+
+Slo = Annotated[dict[str, Any], AfterValidator(_promises)]
+"""``[slo]``: what is promised, where it differs from the defaults of `weightcache.slo.Objectives`."""
+
+
 class Slot(Section):
     """``[[slot]]``: a place where one engine runs.
 
@@ -152,6 +167,8 @@ class Slot(Section):
     limit: Annotated[int, Field(ge=0)] = LIMIT
     window_s: Seconds = WINDOW_S
     stop_s: Seconds = STOP_S
+    preload: str | None = None
+    """The module that the command runs (``python -m MODULE``), to be held imported for restarts."""
 
     @property
     def address(self) -> str | None:
@@ -174,6 +191,8 @@ class Slot(Section):
             if key is None and any(placeholder in word for word in self.command):
                 missing = "model" if placeholder == "{model}" else "url"
                 raise ValueError(f"the command uses {placeholder}, but the slot has no {missing}")
+        if self.preload is not None and ("-m", self.preload) not in itertools.pairwise(self.command):
+            raise ValueError(f"preload needs a command that runs python -m {self.preload}")
         return self
 
 
@@ -188,6 +207,7 @@ class Config(BaseSettings):
     cache: Cache = Cache()
     gate: Gate = Gate()
     telemetry: Telemetry = Telemetry()
+    slo: Slo = {}
     slot: tuple[Slot, ...] = ()
 
     _file: Path | None = PrivateAttr(default=None)
@@ -222,6 +242,11 @@ class Config(BaseSettings):
     def journal(self) -> Path:
         """The node's journal."""
         return self.node.state_dir / "journal.sqlite3"
+
+    @property
+    def objectives(self) -> Objectives:
+        """What this node promises."""
+        return Objectives.of(self.slo)
 
     def gate_settings(self) -> GateSettings:
         """What the gate of this node needs to know.

@@ -1,5 +1,6 @@
 """A node as the keeper is to run it: what goes into its spec, what must be true before it starts."""
 
+import json
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ from readmit.config import Config, Slot, split_address
 from readmit.gate.settings import GateSettings
 from weightcache import paths
 from weightcache.errors import ConfigError
+from weightcache.keeper.preloaded import socket_of
 from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec, keeper_command
 from weightcache.keeper.state import check_paths, check_unowned, read, spec_path
 from weightcache.process import Process
@@ -37,7 +39,7 @@ def _children(config: Config) -> Iterator[ChildSpec]:
     if config.cache.enabled:
         yield ChildSpec("daemon", "daemon", _daemon_command(config), env)
     for slot in config.slot:
-        yield engine(slot, env)
+        yield from engine(slot, env, config.node.runtime_dir)
     if config.gate.enabled and config.slot:
         settings = config.gate_settings()
         stop_s = settings.drain_notice_s + settings.drain_limit_s + STOP_S
@@ -63,20 +65,27 @@ def check_probes(probes: Path | None, unverified_ok: bool) -> None:
         )
 
 
-def engine(slot: Slot, env: dict[str, str]) -> ChildSpec:
-    """The child that runs a slot's engine."""
-    return ChildSpec(
+def engine(slot: Slot, env: dict[str, str], runtime_dir: Path) -> Iterator[ChildSpec]:
+    """The child that runs a slot's engine, and the one that its restarts are forked from, if it has one."""
+    environment, cwd = {**env, **slot.env}, str(slot.cwd) if slot.cwd else None
+    resident = f"{slot.name}-preload" if slot.preload else None
+    yield ChildSpec(
         name=slot.name,
         role="engine",
         argv=slot.argv,
-        env={**env, **slot.env},
-        cwd=str(slot.cwd) if slot.cwd else None,
+        env=environment,
+        cwd=cwd,
         model=slot.model,
         backoff_s=slot.backoff_s,
         limit=slot.limit,
         window_s=slot.window_s,
         stop_s=slot.stop_s,
+        preload=resident,
     )
+    if slot.preload and resident:
+        interpreter = slot.argv[: slot.argv.index(slot.preload)]
+        options = ("weightcache.preload", "--socket", str(socket_of(runtime_dir, resident)), slot.preload)
+        yield ChildSpec(resident, "other", (*interpreter, *options), environment, cwd)
 
 
 def search_path() -> str:
@@ -91,6 +100,8 @@ def _daemon_command(config: Config) -> tuple[str, ...]:
         options += ["--capacity", str(config.cache.capacity)]
     if config.telemetry.spans is not None:
         options += ["--spans", str(config.telemetry.spans)]
+    if config.slo:
+        options += ["--slo", json.dumps(config.slo)]
     for uid in config.cache.allow_uid:
         options += ["--allow-uid", str(uid)]
     return (sys.executable, "-m", "weightcache.daemon", *options)

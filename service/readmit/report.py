@@ -16,7 +16,7 @@ from weightcache.amdahl import LOAD, Account, account
 from weightcache.availability import Availability, Outage
 from weightcache.episodes import Attempt, Episode, Lookup, Replay
 from weightcache.journal import Journal
-from weightcache.slo import THRESHOLDS_S
+from weightcache.slo import Objectives
 from weightcache.starting_state import COMPARED, differences
 from weightcache.vocabulary import PATHS
 
@@ -160,7 +160,12 @@ class History:
 
 
 def build(
-    journal: Journal, *, since_ns: int | None = None, slot: str | None = None, output: Path | None = None
+    journal: Journal,
+    *,
+    since_ns: int | None = None,
+    slot: str | None = None,
+    output: Path | None = None,
+    objectives: Objectives | None = None,
 ) -> Report:
     """Compute the report of a journal.
 
@@ -169,10 +174,12 @@ def build(
         since_ns: Unix nanoseconds; recoveries and outages that ended before are left out.
         slot: one slot only.
         output: the folder of the engines' output.
+        objectives: what is promised.
 
     Raises:
         ConfigError, sqlite3.Error: the journal cannot be read.
     """
+    objectives = objectives or Objectives()
     history = History.read(journal)
     replay = history.replay
     now = replay.clock.now()
@@ -189,8 +196,12 @@ def build(
         node=journal.context.node,
         since_wall_ns=since_ns,
         started=len(episodes),
-        paths=[_path(path, here, now) for path in PATHS if (here := [it for it in episodes if it.path == path])],
-        open=[_open(episode, now) for episode in episodes if episode.is_open],
+        paths=[
+            _path(path, here, now, objectives.thresholds_s[path])
+            for path in PATHS
+            if (here := [it for it in episodes if it.path == path])
+        ],
+        open=[_open(it, now, objectives, replay.slots[it.slot].last) for it in episodes if it.is_open],
         hits=sum(lookup.result == "hit" for lookup in lookups),
         misses=sum(lookup.result == "miss" for lookup in lookups),
         mapped=sum(episode.path == "hit" for episode in closed),
@@ -213,11 +224,10 @@ def build(
     )
 
 
-def _path(path: str, episodes: list[Episode], now: int) -> ByPath:
+def _path(path: str, episodes: list[Episode], now: int, threshold: float) -> ByPath:
     closed = [episode for episode in episodes if not episode.is_open]
     worst = max(episodes, key=lambda episode: episode.age_s(now))
     ready = [episode.total_s for episode in closed if episode.outcome == "ready" and episode.verified]
-    threshold = THRESHOLDS_S[path]
     return ByPath(
         path=path,
         closed=len(closed),
@@ -232,7 +242,7 @@ def _path(path: str, episodes: list[Episode], now: int) -> ByPath:
     )
 
 
-def _open(episode: Episode, now: int) -> OpenRecovery:
+def _open(episode: Episode, now: int, objectives: Objectives, last: Episode | None) -> OpenRecovery:
     age, phase = episode.age_s(now), episode.phase
     return OpenRecovery(
         episode=episode.id,
@@ -243,7 +253,7 @@ def _open(episode: Episode, now: int) -> OpenRecovery:
         attempts=len(episode.attempts),
         phase=phase.name if phase else None,
         reason=episode.reason,
-        late=age > THRESHOLDS_S["hit" if episode.path == "unknown" else episode.path],
+        late=age > objectives.threshold_s(episode.path, last.path if last else None),
     )
 
 

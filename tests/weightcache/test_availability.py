@@ -73,3 +73,69 @@ def test_a_slot_stopped_on_purpose_is_not_observed_and_does_not_serve():
     assert slot.observed_s(at(100)) == 60
     assert slot.unready_s(at(100)) == pytest.approx(20)
     assert outages == [Outage(at(0), at(10)), Outage(at(60), at(70))]
+
+
+class TestBudget:
+    """Planned recoveries burn nothing before their deadline."""
+
+    def test_a_fault_burns_from_its_first_second(self):
+        availability, _ = watch(Story().open(0))
+        assert availability.slots["a"].burned_s(at(7)) == 7
+
+    def test_a_planned_recovery_burns_what_is_past_its_deadline(self):
+        story = Story().open(0, "upgrade").lookup(1, "hit")
+        availability, _ = watch(story)
+        slot = availability.slots["a"]
+        assert (slot.burned_s(at(60)), slot.burned_s(at(65)), slot.unready_s(at(65))) == (0, 5, 65)
+        assert availability.service.burned_s(at(65)) == 5
+
+    def test_a_deadline_that_moves_gives_nothing_back(self):
+        """The slot's last recovery hit, so this one is expected to; at 100 s it turns out to be a miss."""
+        before = Story(episode="1" * 32).open(0).lookup(1, "hit").close(10)
+        story = Story(episode="2" * 32).open(1000, "upgrade").lookup(1100, "miss", reason="absent")
+        slot = watch(before, story)[0].slots["a"]
+        assert slot.burned_s(at(1100)) == 10 + 40
+        assert slot.burned_s(at(1600)) == 10 + 40
+        assert slot.burned_s(at(1601)) == 10 + 41
+
+    def test_a_fault_beside_a_planned_recovery_burns_the_service(self):
+        planned = Story(slot="a", episode="1" * 32).open(0, "upgrade")
+        fault = Story(slot="b", episode="2" * 32).open(0, "first_start").close(5).say(0, "probe")
+        fault.events.pop()
+        crash = Story(slot="b", episode="3" * 32).open(20)
+        availability, _ = watch(planned, fault, crash)
+        assert availability.service.unready_s(at(30)) == 5 + 10
+        assert availability.service.burned_s(at(30)) == 10
+
+
+class TestService:
+    def test_is_ready_while_any_slot_is(self):
+        availability, _ = watch(
+            Story(slot="a", episode="1" * 32).open(0).close(30),
+            Story(slot="b", episode="2" * 32).open(0).close(40),
+            Story(slot="a", episode="3" * 32).open(100).close(140),
+        )
+        assert availability.service.unready_s(at(200)) == 30
+        assert availability.service.observed_s(at(200)) == 200
+        assert availability.takeovers == 1
+
+    def test_the_last_slot_lost_is_no_takeover(self):
+        availability, _ = watch(Story(episode="1" * 32).open(0).close(30), Story(episode="2" * 32).open(50))
+        assert availability.takeovers == 0
+
+
+def test_no_slot_is_ready_after_a_reboot_until_its_engine_is():
+    """Its clock stops with the last sign of life, and goes on from the fault once somebody recovers it."""
+    before = Story(episode="1" * 32).open(0).close(10).say(100, "probe", "correct")
+    after = Story(episode=None, slot=None, boot="boot-2", boot_wall=BOOT_WALL + 500 * SECOND)
+    after.say(1, "process", "started", process="keeper")
+    replay, availability = Replay(), Availability()
+    for id_, event in enumerate([*before.events, *after.events], 1):
+        availability.feed(event, replay, replay.feed(event._replace(id=id_)))
+    assert (availability.slots["a"].state, availability.slots["a"].observed_s(at(900))) == ("stopped", 100)
+    again = Story(episode="2" * 32, boot="boot-2", boot_wall=BOOT_WALL + 500 * SECOND)
+    again.say(2, "episode_open", "node_reboot", cause="node_reboot", fault_wall_ns=at(103)).close(20)
+    for event in again.events:
+        availability.feed(event, replay, replay.feed(event._replace(id=replay.position + 1)))
+    slot = availability.slots["a"]
+    assert (slot.unready_s(at(900)), slot.observed_s(at(900))) == (10 + 417, 100 + 900 - 103)

@@ -10,8 +10,10 @@ from prometheus_client import CollectorRegistry
 from tests.fixtures.story import BOOT_WALL, SECOND, Story, recovery
 
 from weightcache.episodes import Replay
-from weightcache.slo import THRESHOLDS_S, bounds_s
+from weightcache.forecast import Verdict
+from weightcache.slo import BUDGET_WINDOW_S, THRESHOLDS_S, Objectives, bounds_s
 from weightcache.telemetry.accounts import Accounts
+from weightcache.telemetry.budget import CLASSES, Budget
 from weightcache.telemetry.health import Health
 from weightcache.telemetry.metrics import Collector
 from weightcache.telemetry.worst import WINDOWS_S, Worst
@@ -21,11 +23,13 @@ from weightcache.vocabulary import CAUSES, MISS_REASONS, OUTCOMES, PATHS, PHASES
 class Books:
     """Replay, accounts and collector, fed by stories."""
 
-    def __init__(self, now=None, **residents):
+    def __init__(self, now=None, objectives=None, verdicts=None, **residents):
         empty = {"capacity": None, "resident_bytes": 0, "leases": 0, "generations": {}, "claims": []}
-        self.replay, self.accounts, self.health = Replay(keep=16), Accounts(THRESHOLDS_S), Health()
+        objectives = objectives or Objectives()
+        self.replay, self.accounts, self.health = Replay(keep=16), Accounts(objectives), Health()
         residents = SimpleNamespace(**{**empty, **residents})
-        collector = Collector(self.replay, self.accounts, residents, self.health, THRESHOLDS_S)
+        forecast = SimpleNamespace(verdicts=verdicts or {})
+        collector = Collector(self.replay, self.accounts, residents, self.health, objectives, forecast)
         collector.caught_up.set()
         self.now = None
         self.replay.clock.now = lambda: BOOT_WALL + round(self.now * SECOND)
@@ -51,6 +55,26 @@ class Books:
 
     def __call__(self, name, **labels):
         return self.registry.get_sample_value(name, labels)
+
+
+WARM = {"page_cache": "warm", "compile_cache": "warm", "kernel_cache": "warm"}
+
+
+def config(**changes):
+    fields = {"model_path": "/models/ling", "checkpoint_digest": "d1", "tp_size": 8, "pp_size": 1, "dtype": "bfloat16"}
+    return {**fields, "device_capability": "9.0", "engine": "sglang", **changes}
+
+
+def cold(seconds, result="miss", *, episode="1" * 32, slot="a", at=0, state=WARM, **changes):
+    """A recovery on eight GPUs."""
+    story = Story(episode=episode, slot=slot).open(at).say(at, "attempt_start", attempt=1, starting_state=state)
+    for rank in range(8):
+        story.lookup(at + 1, result, rank=rank, config=config(**changes), reason="absent" if result == "miss" else None)
+    return story.close(at + seconds, verified=True)
+
+
+def warm(seconds, **facts):
+    return cold(seconds, "hit", **facts)
 
 
 def miss(seconds, episode="a" * 32, slot="a", outcome="ready", at=0, **facts):
@@ -103,10 +127,16 @@ def test_few_series_for_two_slots_and_no_more_after_a_thousand_recoveries():
 def test_every_metric_moves():
     """A metric that no story can move tells nobody anything."""
     generations = {"g1": SimpleNamespace(quarantined=None), "g2": SimpleNamespace(quarantined="wrong answers")}
-    books = Books(capacity=9, resident_bytes=5, leases=2, generations=generations, claims=["one"])
+    verdicts = {"a": Verdict(True), "b": Verdict(False, "absent")}
+    books = Books(capacity=9, resident_bytes=5, leases=2, generations=generations, claims=["one"], verdicts=verdicts)
     unmoved = set(books.tell().samples().items())
+    samples = set(books.tell(Story(episode="7" * 32).open(0), now=5).samples().items())  # nothing is ready
     books.tell(recovery(), miss(30, "2" * 32, slot="b"), miss(700, "3" * 32, "b", "abandoned", at=40))
+    books.tell(recovery(slot="a", episode="8" * 32), recovery(slot="b", episode="9" * 32))  # the second takes over
+    books.tell(cold(527, slot="g", episode="a" * 32), warm(32, slot="g", episode="b" * 32, at=600))
     story = Story(episode=None, slot=None)
+    facts = {"generation": "g1", "bytes": 100, "config": config()}
+    story.say(700, "publish", "published", **facts).say(701, "lease_open", generation="g1", lease="l")
     story.say(800, "publish", "published").say(800, "publish", "failed", reason="resource")
     story.say(800, "release", "evicted").say(800, "quarantine", "set").say(800, "probe", "wrong")
     story.say(800, "process", "readopted", process="daemon").say(800, "process", "exited", process="keeper")
@@ -116,7 +146,7 @@ def test_every_metric_moves():
     books.health.degraded, books.health.spool_bytes, books.health.lost, books.health.salvages = True, 5, 1, 1
     books.health.sinks.append("file")
     books.health.exported["file"], books.health.dropped["file"] = 3, 1
-    samples = set(books.samples().items())
+    samples |= set(books.samples().items())
     samples |= set(books.tell(recovery(slot="c", episode="6" * 32), now=900).samples().items())
     moved = {name for (name, _), value in samples - unmoved if value}
     constant = {"readmit_build_info", "readmit_slo_threshold_seconds", "readmit_slo_outage_threshold_seconds"}
@@ -124,6 +154,14 @@ def test_every_metric_moves():
     names = {sample.name for family in books.registry.collect() for sample in family.samples}
     there = {name for (name, _), value in unmoved if value}  # the registry's, from the start
     assert names - moved - constant - there == set()
+
+
+def test_verdicts_about_the_next_start():
+    verdicts = {"a": Verdict(True), "b": Verdict(False, "fingerprint", "torch_version")}
+    books = Books(verdicts=verdicts).tell()
+    assert books("weightcache_next_start_would_hit", slot="a", reason="") == 1
+    assert books("weightcache_next_start_would_hit", slot="b", reason="fingerprint") == 0
+    assert books("weightcache_next_start_would_hit", slot="b", reason="") is None
 
 
 class TestFigures:
@@ -172,6 +210,129 @@ class TestFigures:
         books = Books().tell(miss(700), now=2 * 86_400)
         assert books("readmit_failure_tail_seconds", window="24h") == 0
         assert books("readmit_failure_tail_seconds", window="7d") == 700
+
+
+class TestColdStarts:
+    @pytest.mark.parametrize("cause", ["first_start", "scale_out"])
+    def test_where_nothing_could_be_resident_a_miss_is_expected(self, cause):
+        story = Story().open(0, cause).lookup(1, "miss", reason="absent").close(9, verified=True)
+        books = Books().tell(story)
+        assert books("readmit_cold_starts_total", reason="absent", detail="") == 1
+        assert books("readmit_unexpected_cold_starts_total", reason="absent") == 0
+
+    def test_any_other_one_is_not(self):
+        books = Books().tell(miss(30, reason="fingerprint", detail="torch_version"))
+        assert books("readmit_unexpected_cold_starts_total", reason="fingerprint") == 1
+
+
+class TestWholeEvents:
+    def kept(self, books, path="miss"):
+        return {class_: books("readmit_slo_events", path=path, **{"class": class_}) for class_ in CLASSES}
+
+    def test_good_late_and_failed(self):
+        stories = [miss(seconds, f"{number:032x}", at=1000 * number) for number, seconds in enumerate((30, 700, 30))]
+        books = Books().tell(*stories, miss(30, "f" * 32, outcome="abandoned", at=3000), now=3100)
+        assert self.kept(books) == {"good": 2, "late": 1, "failed": 1}
+
+    def test_an_open_recovery_is_late_as_soon_as_it_is(self):
+        story = Story().open(0).lookup(1, "miss", reason="absent")
+        assert self.kept(Books().tell(story, now=600))["late"] == 0
+        assert self.kept(Books().tell(story, now=601))["late"] == 1
+
+    def test_planned_recoveries_count_only_when_late(self):
+        def planned(seconds, episode):
+            story = Story(episode=episode).open(0, "upgrade").lookup(1, "miss", reason="absent")
+            return story.close(seconds, verified=True)
+
+        assert self.kept(Books().tell(planned(599, "1" * 32), now=700)) == dict.fromkeys(CLASSES, 0)
+        assert self.kept(Books().tell(planned(601, "2" * 32), now=700)) == {"good": 0, "late": 1, "failed": 0}
+
+    def test_they_leave_after_90_days(self):
+        books = Books().tell(miss(700), now=90 * 86_400)
+        assert self.kept(books)["late"] == 1
+        books.now += 2 * 3600
+        assert self.kept(books)["late"] == 0
+
+    @given(st.lists(st.tuples(st.integers(0, 20 * 86_400), st.sampled_from(CLASSES)), max_size=60))
+    def test_agrees_with_counting_all_of_them(self, steps):
+        budget, closed, now = Budget(), [], 100 * 86_400
+        for pause, class_ in steps:
+            now += pause
+            budget.add(now * SECOND, class_)
+            closed.append((now // 3600, class_))
+            oldest = (now - BUDGET_WINDOW_S) // 3600
+            expected = {one: sum(it == one and hour >= oldest for hour, it in closed) for one in CLASSES}
+            assert budget.counts(now * SECOND) == expected
+
+
+class TestGpuTime:
+    """The published account: a start of 527 s on 8 GPUs, 32 s with resident weights."""
+
+    def test_a_cold_start_costs_1_17_gpu_hours_an_instance_and_117_for_a_hundred(self):
+        books = Books().tell(cold(527))
+        assert books("readmit_gpu_seconds_lost_total", path="miss") / 3600 == pytest.approx(1.17, abs=0.005)
+        books.tell(*(cold(527, episode=f"{number:032x}", at=600 * number) for number in range(1, 100)))
+        assert books("readmit_gpu_seconds_lost_total", path="miss") / 3600 == pytest.approx(117, abs=0.5)
+
+    def test_a_hit_saves_what_the_cold_start_of_its_model_would_have_taken_longer(self):
+        books = Books().tell(cold(520), cold(534, episode="2" * 32, at=600), warm(32, episode="3" * 32, at=1200))
+        assert books("readmit_gpu_seconds_saved_total") == pytest.approx((527 - 32) * 8)
+        assert books("readmit_gpu_seconds_lost_total", path="hit") == 32 * 8
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            {"state": {"page_cache": "cold", "compile_cache": "warm", "kernel_cache": "warm"}},
+            {"state": None},
+            {"checkpoint_digest": "another"},
+            {"tp_size": 4},
+        ],
+    )
+    def test_only_the_same_model_from_the_same_starting_state_compares(self, first):
+        books = Books().tell(cold(527, **first), warm(32, episode="2" * 32, at=600))
+        assert books("readmit_gpu_seconds_saved_total") == 0
+        assert books("readmit_hits_without_cold_start_total") == 1
+
+    def test_an_attempt_that_died_before_it_asked_has_its_slots_gpus(self):
+        dead = Story(episode="2" * 32).open(600).say(600, "attempt_start", attempt=1).close(700, "abandoned")
+        assert Books().tell(cold(527), dead)("readmit_gpu_seconds_lost_total", path="unknown") == 800
+
+    def test_on_a_cpu_there_are_none(self):
+        assert Books().tell(cold(527, device_capability=None))("readmit_gpu_seconds_lost_total", path="miss") == 0
+
+
+class TestRent:
+    def weights(self, **facts):
+        story = Story(episode=None, slot=None)
+        return story.say(0, "publish", "published", generation="g1", bytes=1000, config=config(), **facts)
+
+    def books(self, story, now):
+        books = Books().tell(story, now=now)
+        use = {use: books("weightcache_resident_byte_seconds_total", use=use) for use in ("leased", "idle")}
+        return use, books("readmit_standby_gpu_seconds_not_held_total")
+
+    def test_runs_from_publishing_to_release_leased_or_idle(self):
+        story = self.weights().say(10, "lease_open", generation="g1", lease="l1")
+        story.say(12, "lease_open", generation="g1", lease="l2").say(30, "lease_close", generation="g1", lease="l1")
+        assert self.books(story, 40) == ({"leased": 30_000, "idle": 10_000}, 30)
+        story.say(50, "lease_close", generation="g1", lease="l2").say(60, "release", "released", generation="g1")
+        assert self.books(story, 1000) == ({"leased": 40_000, "idle": 20_000}, 40)
+
+    def test_ends_with_what_a_restarted_daemon_no_longer_has(self):
+        story = self.weights().say(10, "lease_open", generation="g1", lease="l1")
+        kept = {"process": "daemon", "generations": ["g1"], "lease_names": ["l1"]}
+        story.say(20, "process", "readopted", **kept)
+        assert self.books(story, 30)[0] == {"leased": 20_000, "idle": 10_000}
+        story.say(40, "process", "readopted", **{**kept, "lease_names": []})
+        assert self.books(story, 50)[0] == {"leased": 30_000, "idle": 20_000}
+        story.say(60, "process", "started", process="daemon", generations=[])
+        assert self.books(story, 1000)[0] == {"leased": 30_000, "idle": 30_000}
+
+    def test_ends_with_its_boot(self):
+        story = self.weights().say(20, "probe", "correct")
+        after = Story(episode=None, slot=None, boot="boot-2", boot_wall=BOOT_WALL + 500 * SECOND)
+        books = Books().tell(story, after.say(1, "process", "started", process="daemon"), now=1000)
+        assert books("weightcache_resident_byte_seconds_total", use="idle") == 20_000
 
 
 class TestOpenRecovery:

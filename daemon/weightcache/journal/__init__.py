@@ -16,7 +16,8 @@ episode_close     outcome; verified (bool), generation, path (only where the loo
 attempt_start     empty; command, starting_state
 attempt_end       outcome; exit_code, signal
 phase_begin/_end  phase, or ``phase.part``; on an end ``error`` when the phase failed
-lookup            ``hit``, ``miss`` or ``off``; mode, reason, detail, differences, generation, bytes, message
+lookup            ``hit``, ``miss`` or ``off``; config (every field asked for), mode, reason, detail, differences,
+                  generation, bytes, message
 publish           ``begin``, ``published``, ``failed``; config (every field), generation, bytes, publisher, reason
 release           ``released``, ``evicted``, ``replaced``, ``lost``; generation, bytes
 lease_open/close  empty; generation, lease, pid

@@ -12,8 +12,11 @@ from weightcache.availability import Availability
 from weightcache.episodes import Change, Episode, Replay
 from weightcache.fingerprint import FIELDS
 from weightcache.journal import Event
-from weightcache.slo import OUTAGE_THRESHOLD_S, bounds_s
+from weightcache.slo import Objectives
+from weightcache.telemetry.budget import Budget
 from weightcache.telemetry.families import Counter, Histogram, Trace
+from weightcache.telemetry.gpus import GpuTime
+from weightcache.telemetry.rent import Rent
 from weightcache.telemetry.worst import Worst
 from weightcache.vocabulary import (
     CAUSES,
@@ -21,6 +24,7 @@ from weightcache.vocabulary import (
     OUTCOMES,
     PATHS,
     PHASES,
+    PLANNED_CAUSES,
     QUANT_FAMILIES,
     RESIDENCY_DETAILS,
     RESOURCE_DETAILS,
@@ -35,6 +39,9 @@ DETAILS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The closed list of details of each reason that has one; where it is not known the detail is empty."""
 
+EXPECTED_CAUSES: Final = frozenset({"first_start", "scale_out"})
+"""Causes of recoveries that miss because nothing can be resident yet."""
+
 PROCESSES: Final = ("daemon", "keeper", "engine", "gate", "other")
 
 _LOAD_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1800)
@@ -44,11 +51,11 @@ class Accounts:
     """Counters, histograms and worst recoveries of one node.
 
     Args:
-        thresholds_s: promised seconds of a recovery, by path.
+        objectives: what is promised.
     """
 
-    def __init__(self, thresholds_s: Mapping[str, float]) -> None:
-        self._thresholds_s = thresholds_s
+    def __init__(self, objectives: Objectives) -> None:
+        self._objectives = objectives
         reasons = [(reason, detail) for reason in MISS_REASONS for detail in ("", *DETAILS.get(reason, ()))]
         self.lookups = Counter(
             "weightcache_lookups_total",
@@ -90,6 +97,12 @@ class Accounts:
             ["path", "outcome"],
             [(path, outcome) for path in PATHS for outcome in OUTCOMES],
         )
+        self.by_cause = Counter(
+            "readmit_recoveries_by_cause_total",
+            "Episodes closed, by cause.",
+            ["cause"],
+            [(cause,) for cause in CAUSES],
+        )
         self.late = Counter(
             "readmit_recoveries_late_total",
             "Episodes closed later than readmit_slo_threshold_seconds of their path, or without becoming ready.",
@@ -106,6 +119,12 @@ class Accounts:
             ["reason", "detail"],
             reasons,
         )
+        self.unexpected_cold_starts = Counter(
+            "readmit_unexpected_cold_starts_total",
+            "Cold starts of slots whose weights could have been resident: not by first_start, not by scale_out.",
+            ["reason"],
+            [(reason,) for reason in MISS_REASONS],
+        )
         self.attempts_started = Counter("readmit_attempts_started_total", "Engine processes started.")
         self.attempts = Counter(
             "readmit_attempts_total",
@@ -118,6 +137,26 @@ class Accounts:
             "Seconds of closed episodes in each phase along the slowest rank. All phases of a path add up to its time.",
             ["path", "phase"],
             [(path, phase) for path in PATHS for phase in (*PHASES, UNATTRIBUTED)],
+        )
+        self.phases = Counter(
+            "readmit_recovery_phases_total",
+            "Closed episodes that went through each phase; readmit_recovery_phase_seconds_total over it is the mean.",
+            ["path", "phase"],
+            [(path, phase) for path in PATHS for phase in (*PHASES, UNATTRIBUTED)],
+        )
+        self.gpu_lost = Counter(
+            "readmit_gpu_seconds_lost_total",
+            "Seconds of closed episodes times the GPUs of their engine, by path. 3,600 of them are a GPU-hour.",
+            ["path"],
+            [(path,) for path in PATHS],
+        )
+        self.gpu_saved = Counter(
+            "readmit_gpu_seconds_saved_total",
+            "By hits, against the mean cold start here of the same model from the same starting state.",
+        )
+        self.unmeasured_hits = Counter(
+            "readmit_hits_without_cold_start_total",
+            "Hits whose saving is not known: no cold start of that model from that starting state was measured.",
         )
         self.process_exits = Counter(
             "readmit_process_exits_total", "Processes seen to end.", ["process"], [(name,) for name in PROCESSES]
@@ -133,7 +172,7 @@ class Accounts:
             "From the fault to the first correct answer, by path. Only recoveries whose answers were checked.",
             "path",
             PATHS,
-            bounds_s(thresholds_s.values()),
+            objectives.bounds_s(),
         )
         self.load = Histogram(
             "weightcache_load_seconds",
@@ -147,10 +186,13 @@ class Accounts:
             "Times in which no slot of the node was ready.",
             None,
             (),
-            bounds_s([OUTAGE_THRESHOLD_S]),
+            objectives.bounds_s(),
         )
         self.worst = {path: Worst() for path in PATHS}
-        self.availability = Availability()
+        self.budget = {path: Budget() for path in PATHS}
+        self.availability = Availability(objectives)
+        self.gpu_time = GpuTime()
+        self.rent = Rent()
         self._last_exit: dict[str, tuple[str, object]] = {}
 
     def collect(self) -> Iterator[Metric]:
@@ -167,6 +209,7 @@ class Accounts:
             replay: the replay that was fed with it.
             change: what that returned.
         """
+        self.rent.feed(event, replay.clock.place(event))
         if change.opened is not None:
             self.started.step(change.opened.cause)
         if change.closed is not None:
@@ -208,23 +251,36 @@ class Accounts:
         path, ready = episode.path, episode.outcome == "ready"
         trace = Trace(episode.id, replay.clock.to_wall(episode.closed_ns) / 1e9)
         self.recoveries.step(path, episode.outcome, trace=trace)
-        if not ready or episode.total_s > self._thresholds_s[path]:
+        self.by_cause.step(episode.cause)
+        late = episode.total_s > self._objectives.thresholds_s[path]
+        if late or not ready:
             self.late.step(path)
+        if late or episode.cause not in PLANNED_CAUSES:
+            self.budget[path].add(episode.closed_ns, "late" if late and ready else "good" if ready else "failed")
         if ready and episode.verified:
             self.readiness.observe(path, value=episode.total_s, trace=trace)
         elif ready:
             self.unverified.step()
         if episode.reason is not None:
             self.cold_starts.step(*_member(episode.reason, episode.detail), trace=trace)
+            if episode.cause not in EXPECTED_CAUSES:
+                self.unexpected_cold_starts.step(episode.reason, trace=trace)
         for attempt in episode.attempts:
             assert attempt.outcome is not None
             self.attempts.step(attempt.outcome)
         phases = episode.phases_s()
         for phase, seconds in phases.items():
             self.phase_seconds.step(path, phase, by=seconds)
+            self.phases.step(path, phase)
         if "load_weights" in phases and path != "unknown":
             self.load.observe(path, value=phases["load_weights"], trace=trace)
         self.worst[path].add(episode.closed_ns, episode.total_s)
+        gpu = self.gpu_time.close(episode)
+        self.gpu_lost.step(path, by=gpu.lost)
+        if gpu.saved is None:
+            self.unmeasured_hits.step()
+        else:
+            self.gpu_saved.step(by=gpu.saved)
 
 
 def _member(reason: str | None, detail: str | None) -> tuple[str, str]:

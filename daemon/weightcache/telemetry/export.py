@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 
 from weightcache.episodes import Episode, Replay
 from weightcache.errors import ConfigError
+from weightcache.forecast import Forecast
 from weightcache.journal import Event, Journal
 from weightcache.journal.database import is_damage
-from weightcache.slo import THRESHOLDS_S
+from weightcache.slo import Objectives
 from weightcache.telemetry.accounts import Accounts
 from weightcache.telemetry.exporter import Sink, sinks
 from weightcache.telemetry.health import Health
@@ -39,7 +40,8 @@ class Telemetry:
         residents: the registry, or anything that has what `Residents` lists.
         metrics_address: ``HOST:PORT`` of /metrics, None for none.
         spans_path: the file of spans, by default ``spans.jsonl`` beside the journal.
-        thresholds_s: promised seconds of a recovery, by path.
+        objectives: what is promised.
+        forecast: whether the next start of each slot would hit; it learns from the events.
         environ: may name an OTLP collector.
     """
 
@@ -50,7 +52,8 @@ class Telemetry:
         metrics_address: str | None = None,
         spans_path: Path | None = None,
         *,
-        thresholds_s: Mapping[str, float] = THRESHOLDS_S,
+        objectives: Objectives | None = None,
+        forecast: Forecast | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._journal = journal.bound()
@@ -60,8 +63,10 @@ class Telemetry:
         self._environ = environ
         self._health = Health()
         self._replay = Replay(keep=_REMEMBERED_EPISODES)
-        self._accounts = Accounts(thresholds_s)
-        self._collector = Collector(self._replay, self._accounts, residents, self._health, thresholds_s)
+        self._forecast = forecast
+        objectives = objectives or Objectives()
+        self._accounts = Accounts(objectives)
+        self._collector = Collector(self._replay, self._accounts, residents, self._health, objectives, forecast)
         self.registry = CollectorRegistry()
         self.registry.register(self._collector)
         ProcessCollector(registry=self.registry)
@@ -86,7 +91,7 @@ class Telemetry:
         host, _, port = self._address.rpartition(":")
         try:
             self._server = start_http_server(int(port), host.strip("[]"), self.registry)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 "metrics_address",
                 f"metrics cannot be served on {self._address}",
@@ -166,6 +171,8 @@ class Telemetry:
             for event in events:
                 change = self._replay.feed(event)
                 self._accounts.feed(event, self._replay, change)
+                if self._forecast is not None:
+                    self._forecast.learn(event)
                 if change.closed is not None:
                     closed.append((event.id, change.closed))
         for position, episode in closed:

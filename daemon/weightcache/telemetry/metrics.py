@@ -10,8 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from weightcache.episodes import Episode, Replay, Slot
 from weightcache.journal import SCHEMA_VERSION
-from weightcache.slo import OUTAGE_THRESHOLD_S, READY_RATIO
+from weightcache.slo import CLOCKS, Objectives
 from weightcache.telemetry.accounts import Accounts
+from weightcache.telemetry.budget import CLASSES
 from weightcache.telemetry.health import Health
 from weightcache.telemetry.worst import WINDOWS_S
 from weightcache.version import VERSION
@@ -45,6 +46,22 @@ class Residents(Protocol):
     def claims(self) -> Sized: ...
 
 
+class Outlook(Protocol):
+    """What the collector needs of a verdict about a slot's next start."""
+
+    @property
+    def would_hit(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class Foresight(Protocol):
+    """What the collector needs of `weightcache.forecast.Forecast`."""
+
+    @property
+    def verdicts(self) -> Mapping[str, Outlook]: ...
+
+
 class Collector:
     """Yields every metric family of the node; `prometheus_client` calls it at each scrape.
 
@@ -53,7 +70,8 @@ class Collector:
         accounts: its running accounts.
         residents: what is resident.
         health: how telemetry itself is doing.
-        thresholds_s: promised seconds of a recovery, by path.
+        objectives: what is promised.
+        forecast: whether the next start of each slot would hit.
 
     ``lock`` guards replay and accounts; until ``caught_up`` is set they do not tell the whole past, and a scrape waits.
     """
@@ -64,7 +82,8 @@ class Collector:
         accounts: Accounts,
         residents: Residents,
         health: Health,
-        thresholds_s: Mapping[str, float],
+        objectives: Objectives,
+        forecast: Foresight | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.caught_up = threading.Event()
@@ -72,7 +91,8 @@ class Collector:
         self._accounts = accounts
         self._residents = residents
         self._health = health
-        self._thresholds_s = thresholds_s
+        self._objectives = objectives
+        self._forecast = forecast
         self._highest: dict[tuple[str, str], float] = {}
 
     def collect(self) -> Iterable[Metric]:
@@ -87,14 +107,14 @@ class Collector:
             now = self._replay.clock.now()
             return [
                 *self._accounts.collect(),
-                *self._cache(),
+                *self._cache(now),
                 *self._recoveries(now),
                 *self._slots(now),
-                *self._objectives(),
+                *self._promises(),
                 *self._telemetry(),
             ]
 
-    def _cache(self) -> Iterator[Metric]:
+    def _cache(self, now: int) -> Iterator[Metric]:
         residents = self._residents
         yield _gauge("weightcache_resident_bytes", "Bytes of resident weights.", residents.resident_bytes)
         capacity = math.inf if residents.capacity is None else residents.capacity
@@ -109,6 +129,28 @@ class Collector:
         generations.add_metric(["active"], len(there) - quarantined)
         generations.add_metric(["quarantined"], quarantined)
         yield generations
+        leased, idle, standby = self._accounts.rent.seconds(now)
+        rent = CounterMetricFamily(
+            "weightcache_resident_byte_seconds_total",
+            "Bytes of resident weights times the seconds they were, leased by an engine or idle.",
+            labels=["use"],
+        )
+        rent.add_metric(["leased"], self._rising("rent", "leased", leased))
+        rent.add_metric(["idle"], self._rising("rent", "idle", idle))
+        yield rent
+        yield _counter(
+            "readmit_standby_gpu_seconds_not_held_total",
+            "GPU time that a hot standby of every engine on resident weights would have held.",
+            self._rising("rent", "standby", standby),
+        )
+        next_start = GaugeMetricFamily(
+            "weightcache_next_start_would_hit",
+            "1 if the slot's engine, started now, would map resident weights; if 0, reason says why not.",
+            labels=["slot", "reason"],
+        )
+        for slot, verdict in (self._forecast.verdicts if self._forecast else {}).items():
+            next_start.add_metric([slot, verdict.reason], verdict.would_hit)
+        yield next_start
 
     def _recoveries(self, now: int) -> Iterator[Metric]:
         open_episodes = self._replay.open_episodes
@@ -125,7 +167,7 @@ class Collector:
             labels=["path", "window"],
         )
         ages = [(episode.path, episode.age_s(now)) for episode in open_episodes]
-        late = [age for path, age in ages if path == "unknown" and age > self._thresholds_s["hit"]]
+        late = [age for path, age in ages if path == "unknown" and age > self._objectives.thresholds_s["hit"]]
         for window, seconds in WINDOWS_S.items():
             by_path = {path: self._accounts.worst[path].within(seconds, now) for path in PATHS}
             for path, age in ages:
@@ -135,18 +177,57 @@ class Collector:
             tail.add_metric([window], max([by_path[path] for path in FAILURE_PATHS] + late))
         yield tail
         yield worst
-        outage = self._accounts.availability.outage
+        yield self._kept(now)
+        availability = self._accounts.availability
+        outage, service = availability.outage, availability.service
         yield _gauge(
             "readmit_service_outage_started_timestamp_seconds",
             "When the last ready slot was lost; 0 while there is one.",
             self._wall_s(outage.begin_ns) if outage else 0,
         )
+        yield _counter(
+            "readmit_service_unready_seconds_total",
+            "Seconds in which no slot of the node was ready and some should have been.",
+            self._rising("service", "unready", service.unready_s(now)),
+        )
+        yield _counter(
+            "readmit_service_budget_burned_seconds_total",
+            "Of those, all but planned recoveries before their deadline.",
+            self._rising("service", "burned", service.burned_s(now)),
+        )
+        yield _counter(
+            "readmit_service_observed_seconds_total",
+            "Seconds in which some slot of the node was meant to be ready.",
+            self._rising("service", "observed", service.observed_s(now)),
+        )
+        yield _counter(
+            "readmit_takeovers_total", "Slots lost while another one was ready and served on.", availability.takeovers
+        )
+
+    def _kept(self, now: int) -> Metric:
+        """Recoveries by promise kept; an open one counts as soon as it is late."""
+        family = GaugeMetricFamily(
+            "readmit_slo_events",
+            "Recoveries of the last 90 days from faults, and planned ones that were late: good, late or failed. Open "
+            "ones count as late once they are.",
+            labels=["path", "class"],
+        )
+        overdue = dict.fromkeys(PATHS, 0)
+        for episode in self._replay.open_episodes:
+            overdue[episode.path] += now > self._deadline_ns(self._replay.slots[episode.slot], episode)
+        for path in PATHS:
+            counts = self._accounts.budget[path].counts(now)
+            counts["late"] += overdue[path]
+            for class_ in CLASSES:
+                family.add_metric([path, class_], counts[class_])
+        return family
 
     def _slots(self, now: int) -> Iterator[Metric]:
         def family(name: str, text: str, *labels: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(name, text, labels=["slot", *labels])
 
         ready = family("readmit_slot_ready", "1 while the slot's last answers were right and no episode is open.")
+        wanted = family("readmit_slot_wanted", "1 while the slot is meant to be ready; 0 while it is stopped.")
         started = family("readmit_recovery_started_timestamp_seconds", "The fault of the open episode; 0 without one.")
         deadline = family(
             "readmit_recovery_deadline_timestamp_seconds",
@@ -163,6 +244,11 @@ class Collector:
         unready = CounterMetricFamily(
             "readmit_unready_seconds_total", "Seconds without semantic readiness.", labels=["slot"]
         )
+        burned = CounterMetricFamily(
+            "readmit_budget_burned_seconds_total",
+            "Seconds without semantic readiness, but for planned recoveries before their deadline.",
+            labels=["slot"],
+        )
         observed = CounterMetricFamily(
             "readmit_observed_seconds_total", "Seconds in which the slot was meant to be ready.", labels=["slot"]
         )
@@ -172,8 +258,9 @@ class Collector:
                 continue  # named by an event, never by an episode: nobody recovers it
             episode = slot.episode
             ready.add_metric([name], readiness.state == "ready")
+            wanted.add_metric([name], readiness.state != "stopped")
             started.add_metric([name], self._wall_s(episode.fault_ns) if episode else 0)
-            deadline.add_metric([name], self._deadline_s(slot, episode) if episode else 0)
+            deadline.add_metric([name], self._wall_s(self._deadline_ns(slot, episode)) if episode else 0)
             attempts.add_metric([name], len(episode.attempts) if episode else 0)
             interval = episode.phase if episode else None
             for word in PHASES:
@@ -183,20 +270,40 @@ class Collector:
             for word in (*PHASES, UNATTRIBUTED):
                 last.add_metric([name, word], phases.get(word, 0))
             unready.add_metric([name], self._rising("unready", name, readiness.unready_s(now)))
+            burned.add_metric([name], self._rising("burned", name, readiness.burned_s(now)))
             observed.add_metric([name], self._rising("observed", name, readiness.observed_s(now)))
-        yield from (ready, started, deadline, attempts, phase, phase_started, last, unready, observed)
+        yield from (ready, wanted, started, deadline, attempts, phase, phase_started, last, unready, burned, observed)
 
-    def _objectives(self) -> Iterator[Metric]:
+    def _promises(self) -> Iterator[Metric]:
+        objectives = self._objectives
         thresholds = GaugeMetricFamily(
             "readmit_slo_threshold_seconds", "How long a recovery may take, by path.", labels=["path"]
         )
-        for path in PATHS:
-            thresholds.add_metric([path], self._thresholds_s[path])
-        yield thresholds
-        yield _gauge("readmit_slo_outage_threshold_seconds", "How long no slot may be ready.", OUTAGE_THRESHOLD_S)
-        yield _gauge(
-            "readmit_slo_ready_ratio", "The promised share of observed time that a slot is ready.", READY_RATIO
+        budgets = GaugeMetricFamily(
+            "readmit_slo_late_events", "How many recoveries in 90 days may be late or fail, by path.", labels=["path"]
         )
+        for path in PATHS:
+            thresholds.add_metric([path], objectives.thresholds_s[path])
+            budgets.add_metric([path], objectives.late_events[path])
+        yield thresholds
+        yield budgets
+        limits = GaugeMetricFamily(
+            "readmit_slo_phase_limit_seconds", "How long a recovery may stay in one phase.", labels=["phase"]
+        )
+        for phase in PHASES:
+            limits.add_metric([phase], objectives.phase_limits_s[phase])
+        yield limits
+        yield _gauge(
+            "readmit_slo_outage_threshold_seconds", "How long no slot may be ready.", objectives.outage_threshold_s
+        )
+        ratios = GaugeMetricFamily(
+            "readmit_slo_ready_ratio",
+            "The promised share of observed time that a slot is ready, and that the service is.",
+            labels=["clock"],
+        )
+        for clock in CLOCKS:
+            ratios.add_metric([clock], objectives.ready_ratio[clock])
+        yield ratios
 
     def _telemetry(self) -> Iterator[Metric]:
         health = self._health
@@ -223,11 +330,9 @@ class Collector:
         info.add_metric(list(labels.values()), 1)
         yield info
 
-    def _deadline_s(self, slot: Slot, episode: Episode) -> float:
-        path = episode.path
-        if path == "unknown":  # until it is known: as fast as this slot can be expected to be
-            path = "off" if slot.last and slot.last.path == "off" else "miss" if slot.last is None else "hit"
-        return self._wall_s(episode.fault_ns) + self._thresholds_s[path]
+    def _deadline_ns(self, slot: Slot, episode: Episode) -> int:
+        last = slot.last.path if slot.last else None
+        return episode.fault_ns + round(self._objectives.threshold_s(episode.path, last) * 1e9)
 
     def _wall_s(self, at_ns: int) -> float:
         return self._replay.clock.to_wall(at_ns) / 1e9

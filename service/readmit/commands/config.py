@@ -1,5 +1,6 @@
 """``readmit config``: check a node's configuration, or print what is in force."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,8 @@ def show(file: File = None, as_json: AsJson = False) -> None:
         typer.echo(config.model_dump_json(indent=2))
         return
     data = config.model_dump(mode="json")
-    for section in ("node", "cache", "gate", "telemetry"):
+    data["slo"] = dataclasses.asdict(config.objectives)
+    for section in ("node", "cache", "gate", "telemetry", "slo"):
         _table(f"[{section}]", data[section])
     for slot in data["slot"]:
         _table("[[slot]]", slot)

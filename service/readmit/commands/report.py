@@ -50,6 +50,7 @@ def command(
             since_ns=since_ns,
             slot=slot,
             output=where.state_dir / "output",
+            objectives=where.objectives,
         )
     except sqlite3.Error as error:
         raise ConfigError(
