@@ -120,11 +120,13 @@ def resident_layout(config: CacheConfig, *, state: Path | None = None) -> CacheC
     """`config` as it should be asked for: under the layout that a recorded run found equal to its own, if there is one.
 
     Raises:
-        ConfigError: the state folder cannot be used.
+        ConfigError: the folder of records belongs to others, or can be entered by them.
     """
     try:
+        if not (state or state_dir(create=False) / "parity").is_dir():
+            return config  # an engine needs no state folder to attach
         known = msgspec.json.decode(_place(config, state).read_bytes(), type=_Recorded)
-    except (FileNotFoundError, msgspec.MsgspecError):  # unreadable is as good as none: a miss is never wrong
+    except (OSError, msgspec.MsgspecError):  # unreadable is as good as none: a miss is never wrong
         return config
     return msgspec.structs.replace(config, layout_id=known.layout_id)
 

@@ -148,6 +148,15 @@ class Cache:
         finally:
             connection.close()
 
+    def load(self, argv: list[str], wait_s: float = 60) -> dict[str, Any]:
+        """Have the daemon run a load worker to its end."""
+        connection = self.connect()
+        replies = connection.ask_for_all(messages.Load(argv=argv, wait_s=wait_s), timeout_s=wait_s + 60)
+        try:
+            return next(reply.data for reply, _ in replies if isinstance(reply, messages.Done))
+        finally:
+            connection.close()
+
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = self.ask(messages.Status()).data
         return answer

@@ -11,11 +11,14 @@ from typing import Any
 
 from tests.weightcache.models import config, contents, loader, skeleton
 
+from weightcache import messages
 from weightcache.attachment import Attachment
 from weightcache.binding import Binding
 from weightcache.client import attach
 from weightcache.errors import CacheMiss
 from weightcache.journal import Context, Journal
+from weightcache.protocol import Connection
+from weightcache.version import VERSION
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])  # a client is forked from a process that has imported torch already
@@ -122,3 +125,19 @@ def attach_as(pipe: Pipe, socket: Path, name: str, uid: int) -> None:
         pipe.send(miss.to_dict())
     else:
         pipe.send(None)
+
+
+def load_as(pipe: Pipe, socket: Path, uid: int) -> None:
+    """As another user: ask for weights, then have the daemon run a command, and say what came of both."""
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    answers = []
+    connection = Connection(socket, messages.Hello(version=VERSION))
+    marker = socket.parent.parent / "marker"
+    for request in (messages.Attach(config=config().to_dict()), messages.Load(argv=["touch", str(marker)], wait_s=5)):
+        try:
+            connection.ask(request, messages.Done)
+            answers.append(None)
+        except CacheMiss as miss:
+            answers.append(miss.to_dict())
+    pipe.send(answers)

@@ -11,14 +11,26 @@ from weightcache.binding import walk
 from weightcache.fingerprint import CacheConfig
 
 
+def _weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """Not torch's own, whose initialisation on the meta device imports a compiler."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = _weight(rows, columns)
+
+
 class Attention(nn.Module):
-    """A weight in bf16 with a bias, and one in FP8 with its scale."""
+    """A weight in bf16, and one in FP8 with its scale."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query = nn.Linear(width, width, dtype=torch.bfloat16)
-        self.packed = nn.Parameter(torch.empty(width, width, dtype=torch.float8_e4m3fn), requires_grad=False)
-        self.scale = nn.Parameter(torch.empty((), dtype=torch.float32), requires_grad=False)
+        self.query = Linear(width, width)
+        self.packed = _weight(width, width, dtype=torch.float8_e4m3fn)
+        self.scale = _weight(dtype=torch.float32)
 
 
 class Tiny(nn.Module):
@@ -26,13 +38,14 @@ class Tiny(nn.Module):
 
     def __init__(self, width: int = 16, layers: int = 2) -> None:
         super().__init__()
-        self.embed = nn.Embedding(8, width, dtype=torch.bfloat16)
+        self.embed = Linear(8, width)
         self.layers = nn.ModuleList(Attention(width) for _ in range(layers))
-        self.head = nn.Linear(width, 8, bias=False, dtype=torch.bfloat16)
+        self.head = Linear(8, width)
         self.head.weight = self.embed.weight
-        self.empty = nn.Parameter(torch.empty(0, width), requires_grad=False)
+        self.empty = _weight(0, width, dtype=torch.float32)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, width, 2) / width), persistent=False)
+        frequencies = torch.tensor([10_000 ** (-index / width) for index in range(0, width, 2)])
+        self.register_buffer("inv_freq", frequencies, persistent=False)
         self.by_name = {"embedding": self.embed.weight}
 
 
