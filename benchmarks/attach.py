@@ -219,7 +219,16 @@ def summary(
 
 def table(results: list[dict[str, Any]]) -> Table:
     shown = Table(title=f"Attach against disk load, fresh processes, {machine()}")
-    for column in ("dtype", "tensors", "GiB", "n", "attach p50 / max ms", "full verify ms", "disk load p50 ms", "ratio"):
+    for column in (
+        "dtype",
+        "tensors",
+        "GiB",
+        "n",
+        "attach p50 / max ms",
+        "full verify ms",
+        "disk load p50 ms",
+        "ratio",
+    ):
         shown.add_column(column, justify="right")
     for row in results:
         both = f"{row['attach_ms']['p50']} / {row['attach_ms']['max']}"
@@ -253,7 +262,15 @@ def main() -> None:
         options.socket = options.work / "cache.sock"
         os.environ["READMIT_STATE"] = folder
         os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for each other slow every row on a busy machine
-        command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(options.socket), "--metrics", "127.0.0.1:0"]
+        command = [
+            sys.executable,
+            "-m",
+            "weightcache.daemon",
+            "--socket",
+            str(options.socket),
+            "--metrics",
+            "127.0.0.1:0",
+        ]
         with subprocess.Popen(command) as daemon:
             try:
                 while not options.socket.exists():
