@@ -1,8 +1,9 @@
 """Resident weights on one GPU: every figure, in one command of at most 8 minutes.
 
-The real keeper and daemon run; publishers and clients are fresh processes, forked from one that has imported what an
-engine imports and has never touched the GPU. The path that engines ship today (one CUDA IPC handle a tensor) is
-measured beside ours on the same tensors. What fails or finds no time is reported as that.
+The real keeper and daemon run. The clients whose attach is timed are fresh interpreters with their imports done and a
+CUDA context made; publishers and others are forked from a process that has never touched the GPU. The path that engines
+ship today (one CUDA IPC handle a tensor) is measured beside ours on the same tensors, its clients fresh too. What fails
+or finds no time is reported as that.
 
     python benchmarks/gpu_residency.py [--json OUT] [--only PART ...] [--limit-s 480] [--device cpu]
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from gpu_parts import disk, engine, legacy, models, roles
+from gpu_parts.fresh import Clients
 from gpu_parts.machine import describe_machine
 from gpu_parts.node import Node
 from gpu_parts.processes import Process, call, gpu_memory_peak, used_bytes
@@ -212,9 +214,13 @@ class Benchmark:
         return {**found, "memory": memory}
 
     def _attaches(self, shape: models.Shape, work: str, runs: int | None = None, **bounds: float) -> None:
-        results = []
-        for number in range(runs or self.runs):
-            results.append(call(roles.attach, shape, self.where, "check" if number == 0 else "end"))
+        runs = runs or self.runs
+        clients = Clients(runs, self.where)
+        try:
+            ends = ["check", *["end"] * (runs - 1)]
+            results = [clients.call(roles.attach, shape, self.where, end) for end in ends]
+        finally:
+            clients.close()
         if results[0]["differing"]:
             raise AssertionError(f"{shape.name}: {results[0]['differing'][:3]} are not what was published")
         self.report.figure(work, [result["attach_s"] for result in results], "s", **bounds)
@@ -222,7 +228,6 @@ class Benchmark:
         self.report.figure(f"  load_weights, skeleton included: {work}", whole, "s")
         for part in results[0]["phases"]:
             self.report.figure(f"    {part}", [result["phases"][part] for result in results], "s")
-        self.report.figure("    context, before", [result["context_s"] for result in results], "s")
 
     def _kernel_cold(self, shape: models.Shape) -> None:
         """The first attach on a node where nobody has compiled the digest's kernel."""
@@ -300,11 +305,15 @@ class Benchmark:
         holder = Process(legacy.holder, shape)
         holder.answer(300)
         results, exports = [], []
-        for _ in range(4):
-            holder.tell("export")
-            seconds, payload = holder.answer()
-            exports.append(seconds)
-            results.append(call(legacy.client, shape, payload))
+        clients = Clients(4, self.where)
+        try:
+            for _ in range(4):
+                holder.tell("export")
+                seconds, payload = holder.answer()
+                exports.append(seconds)
+                results.append(clients.call(legacy.client, shape, payload))
+        finally:
+            clients.close()
         holder.kill()
         totals = [result["total"] for result in results]
         self.report.figure(f"CUDA IPC, one handle a tensor, {tensors} tensors: client", totals, "s")

@@ -34,7 +34,7 @@ def holder(talk: Talk, shape: models.Shape) -> None:
         talk.send((time.perf_counter() - began, payload))
 
 
-def client(talk: Talk, shape: models.Shape, payload: bytes) -> dict[str, Any]:
+def client(talk: Talk | None, shape: models.Shape, payload: bytes) -> dict[str, Any]:
     """Open every handle and put every tensor in place."""
     cuda_context(torch.device("cuda", 0))
     model = models.skeleton(shape)

@@ -21,7 +21,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "versions": {name: _version(name) for name in ("triton", "cuda-bindings", "nvidia-ml-py", "msgspec")},
-        "clients": "forked from a process with these imports done, a CUDA context of their own before the clock starts",
+        "clients": "timed attaches run in fresh interpreters: imports done and a CUDA context made before the clock",
     }
     if device == "cuda":
         import pynvml

@@ -78,7 +78,7 @@ def _stop_before_seal(talk: Talk) -> None:
 
 
 def attach(
-    talk: Talk, shape: models.Shape, where: torch.device, then: str = "end", verify: float | None = None
+    talk: Talk | None, shape: models.Shape, where: torch.device, then: str = "end", verify: float | None = None
 ) -> dict[str, Any]:
     """Attach as a fresh engine would, after its imports and its CUDA context.
 
@@ -106,6 +106,7 @@ def attach(
     if then == "check":
         result["differing"] = models.differing(model)
     if then == "hold":
+        assert talk is not None
         talk.send(result)
         talk.recv()
         result["differing"] = models.differing(model)

@@ -1,13 +1,14 @@
 """The digest `mix64`: 64 bits that change when any byte of a tensor does, at the speed of GPU memory.
 
-With the tensor's bytes as little-endian 64-bit words (the last one filled up with zeros), counted from 1::
+Word 0 is the tensor's length in bytes; words 1, 2, ... are its bytes as little-endian 64-bit words, the last one filled
+up with zeros. Modulo 2**64::
 
-    mix(x):  three times x ^= x >> 32, multiplied by 0xD6E8FEB86659FD93 in between
-    digest = mix(sum over i of mix(word[i] ^ i * 0x9E3779B97F4A7C15) ^ bytes * 0x9E3779B97F4A7C15)
+    mix(x) = twice x ^= x >> 32; x *= 0xD6E8FEB86659FD93; and once more x ^= x >> 32
+    digest = sum over i of mix(word[i] ^ i * 0x9E3779B97F4A7C15)
 
-All modulo 2**64. `mix` (T. Degski's mixer) is a bijection, so a change inside one word always changes the digest, and
-any other change escapes with a chance of 2**-64. The position keys tell swapped words apart. It guards against
-accidents, not against somebody who looks for a collision.
+`mix` (T. Degski's mixer) is a bijection, so a change inside one word always changes the digest, and any other change
+escapes with a chance of 2**-64. The position keys tell swapped words apart. It guards against accidents, not against
+somebody who looks for a collision.
 
 On a GPU one Triton kernel takes all rows at once. Compiling it, and even letting Triton find what it compiled earlier
 (it hashes 400 MB of its own), takes longer than reading 96 GiB, so the compiled kernel is kept in a file of ours:
@@ -16,9 +17,11 @@ a process that finds it there imports no Triton. Where neither is there, plain t
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -56,15 +59,10 @@ def start(
     Returns:
         A function that waits for them: `SIZE` bytes each, end to end. A GPU works on them meanwhile.
     """
-    columns = torch.tensor([offsets, sizes], dtype=torch.int64)
     kernel = _kernel(driver, arena) if driver is not None and arena.is_cuda else None
-    sums = functools.partial(_sums, arena, offsets, sizes) if kernel is None else kernel.start(arena, *columns)
-
-    def finish() -> bytes:
-        content: bytes = _mix(sums() ^ (columns[1] * _signed(_GOLDEN))).numpy().astype("<i8", copy=False).tobytes()
-        return content
-
-    return finish
+    if kernel is None:
+        return functools.partial(_in_torch, arena, offsets, sizes)
+    return kernel.start(arena, offsets, sizes)
 
 
 def prepare(driver: Driver, device: int) -> bool:
@@ -75,18 +73,17 @@ def prepare(driver: Driver, device: int) -> bool:
 # -- in torch -------------------------------------------------------------------------------------------------------
 
 
-def _sums(arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def _in_torch(arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
     rows = (arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
-    return torch.tensor([_sum(row) for row in rows], dtype=torch.int64)
+    return b"".join(_digest(row).to_bytes(SIZE, "little") for row in rows)
 
 
-def _sum(row: torch.Tensor) -> int:
-    """The sum over one row's words, as a signed 64-bit number."""
-    whole = row.numel() // 8
-    total = 0
-    if row.storage_offset() % 8:  # views of wider elements must start at a multiple of them
+def _digest(row: torch.Tensor) -> int:
+    if row.storage_offset() % 8:  # a view of wider elements must start at a multiple of them
         row = row.clone()
+    whole = row.numel() // 8
     words = row[: whole * 8].view(torch.int64)
+    total = int(_mix(torch.tensor([row.numel()])))
     for start in range(0, whole, _STEP_WORDS):
         step = words[start : start + _STEP_WORDS]
         keys = torch.arange(start + 1, start + step.numel() + 1, dtype=torch.int64, device=row.device)
@@ -94,8 +91,8 @@ def _sum(row: torch.Tensor) -> int:
     if row.numel() % 8:
         last = int.from_bytes(bytes(row[whole * 8 :].tolist()), "little")
         key = (whole + 1) * _GOLDEN % 2**64
-        total += int(_mix(torch.tensor([_signed(last ^ key)], dtype=torch.int64)))
-    return _signed(total % 2**64)
+        total += int(_mix(torch.tensor([_signed(last ^ key)])))
+    return total % 2**64
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
@@ -130,34 +127,33 @@ class Kernel:
         self._image = image
         self._function: Any = driver.load_function(image.code, image.name)
 
-    def start(self, arena: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to sum each row's words; the function returned waits for the sums (int64, on the CPU)."""
-        device = arena.device
-        addresses = offsets + arena.data_ptr()
+    def start(self, arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Callable[[], bytes]:
+        """Begin to compute the rows' digests; see `start`."""
+        device, base, count = arena.device, arena.data_ptr(), len(offsets)
+        addresses = [base + offset for offset in offsets]
         moved = []
-        for row in (addresses % _ALIGNMENT).nonzero().flatten().tolist():
-            size = int(sizes[row])
-            moved.append(torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device))
-            moved[-1][:size] = arena[int(offsets[row]) :][:size]
-            addresses[row] = moved[-1].data_ptr()
-        tiles = (sizes + (_TILE_WORDS * 8 - 1)) // (_TILE_WORDS * 8)
-        first_tiles = tiles.cumsum(0) - tiles
-        total = int(tiles.sum())
-        tile_rows = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), tiles, output_size=total)
-        table = torch.stack([addresses, sizes, first_tiles, torch.zeros_like(sizes)])
-        on_device, rows_on_device = table.to(device), tile_rows.to(device)
-        if total:
-            pointers = [on_device[column].data_ptr() for column in range(3)]
-            pointers += [rows_on_device.data_ptr(), on_device[3].data_ptr()]
-            pointers += [0] * (self._image.parameters - len(pointers))
+        for row, address in enumerate(addresses):
+            if address % _ALIGNMENT:
+                moved.append(torch.empty(-(-sizes[row] // 8) * 8, dtype=torch.uint8, device=device))
+                moved[-1][: sizes[row]] = arena[offsets[row] : offsets[row] + sizes[row]]
+                addresses[row] = moved[-1].data_ptr()
+        ends = list(itertools.accumulate(-(-size // (_TILE_WORDS * 8)) for size in sizes))
+        tiles = ends[-1] if ends else 0
+        numbers = array("q", [*addresses, *sizes, 0, *ends])  # three columns; the last number is read by nobody
+        table = torch.frombuffer(numbers, dtype=torch.int64).to(device)
+        sums = torch.zeros(count, dtype=torch.int64, device=device)
+        if tiles:
+            pointer, column = table.data_ptr(), count * 8
+            arguments = [pointer, pointer + column, pointer + 2 * column, count, sums.data_ptr()]
+            arguments += [0] * (self._image.parameters - len(arguments))
             stream = torch.cuda.current_stream(device).cuda_stream
-            self._driver.launch(self._function, total, self._image.threads, self._image.shared, stream, pointers)
-        return functools.partial(_collect, on_device[3], on_device, rows_on_device, moved)
+            self._driver.launch(self._function, tiles, self._image.threads, self._image.shared, stream, arguments)
+        return functools.partial(_collect, sums, table, moved)
 
 
-def _collect(sums: torch.Tensor, *_read: object) -> torch.Tensor:
-    """The sums once the kernel has written them, and so has no more use for what it reads."""
-    return sums.cpu()
+def _collect(sums: torch.Tensor, *_read: object) -> bytes:
+    """The digests, once the kernel has written them and so has no more use for what it reads."""
+    return sums.cpu().numpy().astype("<i8", copy=False).tobytes()
 
 
 _kernels: dict[tuple[int, int], Kernel | None] = {}
@@ -198,7 +194,7 @@ def _compile(capability: tuple[int, int]) -> _Image:
 
     from weightcache.arena.mix64_kernel import mix64_sums
 
-    signature = {"addresses": "*i64", "sizes": "*i64", "first_tiles": "*i64", "tile_rows": "*i32", "sums": "*i64"}
+    signature = {"addresses": "*i64", "sizes": "*i64", "first_tiles": "*i64", "rows": "i64", "sums": "*i64"}
     source = ASTSource(mix64_sums, {**signature, "tile_words": "constexpr"}, {"tile_words": _TILE_WORDS})
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     compiled = triton.compile(source, target=target, options={"num_warps": 4})
@@ -214,14 +210,13 @@ def _prove(kernel: Kernel, device: int) -> None:
         AssertionError: they differ.
     """
     generator = torch.Generator().manual_seed(1)
-    content = torch.randint(0, 256, (_TILE_WORDS * 8 + 4096,), dtype=torch.uint8, generator=generator)
-    offsets = [0, 0, 16, 32, 48, 100]
-    sizes = [content.numel(), _TILE_WORDS * 8, 0, 13, 8, 1001]
-    on_device = content.to(torch.device("cuda", device))
-    found = kernel.start(on_device, torch.tensor(offsets), torch.tensor(sizes))().tolist()
-    expected = _sums(content, offsets, sizes).tolist()
+    content = torch.randint(0, 256, (2 * _TILE_WORDS * 8 + 4096,), dtype=torch.uint8, generator=generator)
+    offsets = [0, 0, 16, 32, 48, 100, 200]
+    sizes = [content.numel(), _TILE_WORDS * 8, 0, 13, 8, 1001, 0]
+    found = kernel.start(content.to(torch.device("cuda", device)), offsets, sizes)()
+    expected = _in_torch(content, offsets, sizes)
     if found != expected:
-        raise AssertionError(f"the compiled digest kernel is wrong: expected {expected}, found {found}")
+        raise AssertionError(f"the compiled digest kernel is wrong: expected {expected.hex()}, found {found.hex()}")
 
 
 def _kept(capability: tuple[int, int]) -> Path:

@@ -27,7 +27,7 @@ _PAGE: Final = 4096
 
 
 class Piece(NamedTuple):
-    """Bytes of a file and where they go: ``size`` of them from ``offset`` of the file, to byte ``into`` of the target."""
+    """Bytes of a file and where they go: ``size`` of them, from ``offset`` of the file to byte ``into`` of memory."""
 
     path: Path
     offset: int

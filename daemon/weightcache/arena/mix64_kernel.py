@@ -10,7 +10,7 @@ BLOCK: tl.constexpr = tl.constexpr(1024)
 
 @triton.jit
 def mix(word):
-    # The finaliser must see shifts that fill with zeros; Triton's are arithmetic unless the type is unsigned.
+    # The mixer wants shifts that fill with zeros; Triton's are arithmetic unless the type is unsigned.
     word = (word ^ (word >> 32)) * 0xD6E8FEB86659FD93
     word = (word ^ (word >> 32)) * 0xD6E8FEB86659FD93
     return word ^ (word >> 32)
@@ -21,12 +21,20 @@ def mix64_sums(
     addresses,  # of each row's first byte, a multiple of 16
     sizes,  # bytes of each row
     first_tiles,  # number of each row's first tile
-    tile_rows,  # the row of each tile
+    rows,  # how many
     sums,  # one a row, zero at the start
-    tile_words: tl.constexpr,  # words of a tile
+    tile_words: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    row = tl.load(tile_rows + tile)
+    tile = tl.program_id(0).to(tl.int64)
+    # The row of this tile is the last one that begins at or before it; rows without bytes have no tile.
+    row = tl.zeros((), tl.int64)
+    beyond = rows
+    while beyond - row > 1:
+        middle = (row + beyond) // 2
+        if tl.load(first_tiles + middle) <= tile:
+            row = middle
+        else:
+            beyond = middle
     size = tl.load(sizes + row)
     base = tl.load(addresses + row).to(tl.pointer_type(tl.uint64))
     base = tl.multiple_of(base, 16)
@@ -52,4 +60,6 @@ def mix64_sums(
             last = tl.load(base + whole) & ((1 << (rest * 8).to(tl.uint64)) - 1)
             tail = mix(last ^ ((whole + 1).to(tl.uint64) * 0x9E3779B97F4A7C15))
             total += tl.where(lanes == 0, tail, 0)
+    if begin == 0:  # word 0 is the length
+        total += tl.where(lanes == 0, mix(size.to(tl.uint64)), 0)
     tl.atomic_add(sums + row, tl.sum(total, axis=0), sem="relaxed")

@@ -27,15 +27,22 @@ CPU = torch.device("cpu")
 def recorded() -> Iterator[Any]:
     for path in RECORDINGS:
         recording = json.loads(path.read_text())
-        for name, calls in recording["scenarios"].items():
-            yield pytest.param(name, calls, id=f"{name} on {recording['machine']['gpu']}")
+        for name, scenario in recording["scenarios"].items():
+            yield pytest.param(name, scenario, id=f"{name} on {recording['machine']['gpu']}")
 
 
-@pytest.mark.parametrize(("name", "calls"), list(recorded()))
-def test_the_code_makes_the_calls_that_were_made_on_a_gpu(name: str, calls: list[dict[str, Any]]) -> None:
-    driver = ReplayDriver(calls)
-    scenarios.SCENARIOS[name](driver, CPU)
+@pytest.mark.parametrize(("name", "scenario"), list(recorded()))
+def test_the_code_makes_the_calls_that_were_made_on_a_gpu(name: str, scenario: dict[str, Any]) -> None:
+    driver = ReplayDriver(scenario["calls"])
+    assert scenarios.SCENARIOS[name](driver, CPU) == scenario["outcome"]
     driver.finish()
+
+
+def test_what_must_be_refused_was_refused_on_a_gpu() -> None:
+    refused = {"foreign_descriptor": "manifest_invalid", "short_chunk": "manifest_invalid", "full_gpu": "resource"}
+    for path in RECORDINGS:
+        outcomes = {name: it["outcome"] for name, it in json.loads(path.read_text())["scenarios"].items()}
+        assert outcomes == {"publish_and_attach": None, "export_is_possible": None, **refused}
 
 
 def test_every_scenario_was_recorded_with_its_machine() -> None:

@@ -30,9 +30,9 @@ def by_the_book(content: bytes) -> bytes:
         return x ^ x >> 32
 
     padded = content + bytes(-len(content) % 8)
-    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
-    total = sum(mix(word ^ (number * GOLDEN % WORD)) for number, word in enumerate(words, 1)) % WORD
-    return mix(total ^ (len(content) * GOLDEN % WORD)).to_bytes(8, "little")
+    words = [len(content)] + [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
+    total = sum(mix(word ^ (number * GOLDEN % WORD)) for number, word in enumerate(words))
+    return (total % WORD).to_bytes(8, "little")
 
 
 def in_numpy(content: bytes) -> bytes:
@@ -41,11 +41,10 @@ def in_numpy(content: bytes) -> bytes:
             x = (x ^ (x >> np.uint64(32))) * np.uint64(FACTOR)
         return x ^ (x >> np.uint64(32))
 
-    words = np.frombuffer(content + bytes(-len(content) % 8), dtype="<u8")
-    keys = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    with np.errstate(over="ignore"):
-        total = mix(words ^ keys).sum(dtype=np.uint64)
-        return mix(np.array([total ^ (np.uint64(len(content)) * np.uint64(GOLDEN))])).astype("<u8").tobytes()
+    padded = len(content).to_bytes(8, "little") + content + bytes(-len(content) % 8)
+    words = np.frombuffer(padded, dtype="<u8")
+    keys = np.arange(len(words), dtype=np.uint64) * np.uint64(GOLDEN)
+    return int(mix(words ^ keys).sum(dtype=np.uint64)).to_bytes(8, "little")
 
 
 @settings(max_examples=60, deadline=None)
