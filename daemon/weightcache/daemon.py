@@ -27,6 +27,8 @@ from weightcache.errors import ConfigError, ResourceError, WeightCacheError
 from weightcache.forecast import Forecast
 from weightcache.gpu_watch import Finding, GpuWatch, NvmlError
 from weightcache.journal import Journal, boot_id
+from weightcache.log_line import FORMATS
+from weightcache.logs import complain, configure
 from weightcache.process import Process, Stat
 from weightcache.recollection import recall
 from weightcache.registry import Registry
@@ -278,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--allow-uid", type=int, action="append", default=[], help="a further uid that may connect")
     options.add_argument("--until-pid", type=int, help="end when this process ends")
-    options.add_argument("--log-format", choices=("text", "json"), default="text")
+    options.add_argument("--log-format", choices=FORMATS, help="of the log (default: $READMIT_LOG_FORMAT, or text)")
     return options
 
 
@@ -306,13 +308,11 @@ def size(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    from weightcache.logs import configure  # not at the top: it needs the options' format first
-
-    configure(options.log_format)
     try:
+        configure(options.log_format)
         asyncio.run(run(options))
     except WeightCacheError as error:
-        print(f"readmit cache serve: {error}", file=sys.stderr)
+        complain("readmit cache serve", error)
         return 2
     return 0
 

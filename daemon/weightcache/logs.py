@@ -3,22 +3,35 @@
 Standard library only.
 """
 
-import json
 import logging
-from datetime import UTC, datetime
-from typing import Any, Final
+import sys
+from datetime import datetime
 
-from weightcache.journal import Context, span_id
-
-FORMATS: Final = ("text", "json")
-_PLACE: Final = ("node", "slot", "episode", "attempt", "rank")
+from weightcache.journal import Context
+from weightcache.log_line import chosen, log_line
 
 
-def configure(log_format: str = "text", level: int = logging.INFO) -> None:
-    """Send the log of this process to stderr in one of `FORMATS`."""
+def configure(log_format: str | None = None, level: int = logging.INFO) -> None:
+    """Send the log of this process to stderr.
+
+    Args:
+        log_format: ``text`` or ``json``; what ``READMIT_LOG_FORMAT`` says if None.
+        level: what is less important is not said.
+
+    Raises:
+        ConfigError: ``log_format``: there is no such format.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter() if chosen(log_format) == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def complain(program: str, error: Exception) -> None:
+    """Say on stderr what ends this process: a paragraph for people, or one more line among others for machines."""
+    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+        logging.getLogger(program.replace(" ", ".")).error("%s", error)
+    else:
+        print(f"{program}: {error}", file=sys.stderr)
 
 
 class JsonFormatter(logging.Formatter):
@@ -33,20 +46,10 @@ class JsonFormatter(logging.Formatter):
         self._context = context or Context.from_environment()
 
     def format(self, record: logging.LogRecord) -> str:
-        place = {name: getattr(record, name, getattr(self._context, name)) for name in _PLACE}
-        said: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **place,
-        }
-        if place["episode"]:
-            said["trace_id"] = place["episode"]
-            said["span_id"] = span_id(place["episode"], "attempt", place["attempt"] or 0)
-        if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps({name: value for name, value in said.items() if value is not None}, default=str)
+        place = {name: getattr(record, name, value) for name, value in self._context._asdict().items()}
+        exception = self.formatException(record.exc_info) if record.exc_info else None
+        level, message = record.levelname.lower(), record.getMessage()
+        return log_line(level, record.name, message, place, at_s=record.created, exception=exception)
 
 
 class TextFormatter(logging.Formatter):

@@ -143,7 +143,8 @@ class Server:
             _log.debug("pid %d: %s", channel.peer.pid, reason)
             self.registry.refused["timeout"] += reason.late
         except CacheMiss as miss:  # of the connection itself: it ends once the client has been told
-            _log.warning("pid %d (uid %d): %s", channel.peer.pid, channel.peer.uid, miss)
+            place = session.context._asdict() if session.context else None
+            _log.warning("pid %d (uid %d): %s", channel.peer.pid, channel.peer.uid, miss, extra=place)
             self.registry.refused[miss.reason] += 1
             with contextlib.suppress(Hangup, CacheMiss):
                 await channel.send(missed_from(miss))

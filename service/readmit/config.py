@@ -14,8 +14,9 @@ import shlex
 import socket as sockets
 import tomllib
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 from pydantic import (
     AfterValidator,
@@ -84,6 +85,13 @@ def _slot_name(value: str) -> str:
     return checked_name(value)
 
 
+class LogFormat(StrEnum):
+    """Logs for people, or for machines."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Address = Annotated[str, BeforeValidator(parse_address)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -133,10 +141,10 @@ if not TYPE_CHECKING:
 
 
 class Telemetry(Section):
-    """``[telemetry]``: where spans go, and how the daemon logs."""
+    """``[telemetry]``: where spans go, and how all processes log; ``READMIT_LOG_FORMAT`` says it if this does not."""
 
     spans: Path | None = None
-    log_format: Literal["text", "json"] = "text"
+    log_format: LogFormat | None = None
 
 
 def _promises(given: dict[str, Any]) -> dict[str, Any]:

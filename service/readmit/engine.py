@@ -6,6 +6,7 @@ through `weightcache.integrations.transformers`.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -16,12 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 from weightcache.checkpoint import Folder
 from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
 from weightcache.journal import Journal, boottime_ns
+from weightcache.log_line import FORMATS
+from weightcache.logs import complain, configure
 from weightcache.process import Stat
 from weightcache.vocabulary import MODES
 
 if TYPE_CHECKING:
     from readmit.generation import Generator
     from weightcache.attachment import Outcome
+
+log: Final = logging.getLogger("readmit.engine")
 
 _WARM_UP_TOKENS: Final = 4
 
@@ -41,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     began_ns = boottime_ns()
     arguments = _parser().parse_args(argv)
     try:
+        configure(arguments.log_format)
         run(arguments, journal, began_ns)
     except WeightCacheError as error:
-        print(f"readmit engine: {error}", file=sys.stderr)
+        complain("readmit engine", error)
         sys.exit(os.EX_CONFIG if isinstance(error, CheckpointError | ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -63,15 +69,15 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
     folder = Folder.open(arguments.model)
     listener = bind(arguments.host, arguments.port)
     with journal.phase("import", began_ns=began_ns):
-        from transformers.utils import logging
+        from transformers.utils import logging as transformers_logging
 
         from readmit.completions import CompletionsAPI
         from readmit.generation import Generator
         from weightcache.integrations.transformers import from_pretrained, import_architecture
 
         import_architecture(folder)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with journal.phase("tokenizer_init"):
         tokenizer = read_tokenizer(folder)
     with journal.phase("load_weights"):
@@ -83,7 +89,7 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
             device=arguments.device,
             journal=journal,
         )
-    print(f"readmit engine: {_told(outcome)}", file=sys.stderr)
+    log.info(_told(outcome))
     generator = Generator(model, tokenizer)
     with journal.phase("kernel_warmup"):
         warm_up(generator)
@@ -155,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "and insist on it; off: load from disk (default: %(default)s)",
     )
     parser.add_argument("--socket", type=Path, help="the weight cache daemon's socket (default: $WEIGHTCACHE_SOCKET)")
+    parser.add_argument("--log-format", choices=FORMATS, help="of the log (default: $READMIT_LOG_FORMAT, or text)")
     return parser
 
 

@@ -16,6 +16,7 @@ from weightcache.errors import ConfigError
 from weightcache.keeper.preloaded import socket_of
 from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec, keeper_command
 from weightcache.keeper.state import check_paths, check_unowned, read, spec_path
+from weightcache.log_line import VARIABLE, chosen
 from weightcache.process import Process
 
 GATE_STOP_S: Final = GateSettings.drain_notice_s + GateSettings.drain_limit_s + STOP_S
@@ -95,7 +96,6 @@ def search_path() -> str:
 
 def _daemon_command(config: Config) -> tuple[str, ...]:
     options = ["--socket", str(config.socket), "--metrics", config.cache.metrics]
-    options += ["--log-format", config.telemetry.log_format]
     if config.cache.capacity is not None:
         options += ["--capacity", str(config.cache.capacity)]
     if config.telemetry.spans is not None:
@@ -136,12 +136,17 @@ def check(spec: KeeperSpec, addresses: dict[str, str]) -> None:
             _check_address(name, address)
 
 
-def become_keeper(spec: KeeperSpec) -> NoReturn:
+def become_keeper(spec: KeeperSpec, log_format: str | None = None) -> NoReturn:
     """Replace this process by the keeper.
 
+    Args:
+        spec: what is to run.
+        log_format: of the logs of all its processes; what the environment says if None.
+
     Raises:
-        ConfigError: the runtime folder cannot be used.
+        ConfigError: the runtime folder, or the log format, cannot be used.
     """
+    os.environ[VARIABLE] = chosen(log_format)
     file = spec_path(paths.private_dir(spec.runtime_dir))
     spec.save(file)
     sys.stdout.flush()

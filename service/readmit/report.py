@@ -334,12 +334,12 @@ def _dead(episodes: Iterable[Episode], output: Path | None) -> Iterator[DeadEngi
                     outcome=attempt.outcome or "running",
                     exit_code=attempt.exit_code,
                     signal=attempt.signal,
-                    output=_last_words(output, episode, attempt),
+                    output=last_words(output, episode, attempt),
                 )
 
 
-def _last_words(output: Path | None, episode: Episode, attempt: Attempt) -> str | None:
-    """The file that the keeper keeps of an engine's output: its tail, or all of it."""
+def last_words(output: Path | None, episode: Episode, attempt: Attempt) -> str | None:
+    """The file that the keeper keeps of an engine's output, its last 200 lines or all of it; None if it is gone."""
     if output is None:
         return None
     log = output / f"{episode.slot}-{episode.id[:8]}-{attempt.number}.log"

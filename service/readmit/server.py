@@ -1,8 +1,8 @@
 """The HTTP server of the engine: uvicorn on a socket bound before the model was loaded."""
 
 import errno
+import logging
 import socket
-import sys
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -12,6 +12,8 @@ from weightcache.journal import Journal
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+
+log: Final = logging.getLogger("readmit.engine")
 
 _DRAIN_S: Final = 30
 """How long answers under way may take after SIGTERM; Kubernetes' own default."""
@@ -45,7 +47,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(app: "Starlette", listener: socket.socket, journal: Journal) -> None:
     """Serve until a signal ends it, marking ``server_ready`` until the first connection can be accepted."""
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S)
+    config = uvicorn.Config(
+        app, log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S
+    )
     _Server(config, journal).run(sockets=[listener])
 
 
@@ -59,4 +63,4 @@ class _Server(uvicorn.Server):
             await super().startup(sockets)
         for listener in sockets or ():
             host, port = listener.getsockname()[:2]
-            print(f"readmit engine: serving on http://{host}:{port}", file=sys.stderr)
+            log.info("serving on http://%s:%s", host, port)

@@ -6,6 +6,7 @@ from pathlib import Path
 from weightcache.errors import ConfigError
 from weightcache.keeper.keeper import Keeper
 from weightcache.keeper.spec import KeeperSpec
+from weightcache.log_line import chosen
 
 
 def main() -> int:
@@ -13,6 +14,7 @@ def main() -> int:
         print("usage: python -m weightcache.keeper SPEC", file=sys.stderr)
         return 2
     try:
+        chosen()
         return Keeper(KeeperSpec.load(Path(sys.argv[1]))).run()
     except ConfigError as error:
         print(f"readmit: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from weightcache.journal import boottime_ns
+from weightcache.journal import Context, boottime_ns
 from weightcache.keeper.console import say
 from weightcache.keeper.fdstore import DescriptorStore
 from weightcache.keeper.launch import Launch, launch
@@ -79,6 +79,11 @@ class Child:
     @property
     def role(self) -> str:
         return self.spec.role
+
+    @property
+    def context(self) -> Context | None:
+        """Where what is said of it belongs: its slot's recovery."""
+        return self.slot.context if self.slot else None
 
     def listen(self, on_ready: Callable[["Child"], None]) -> None:
         """Hear the child, and call back when it says that it is up."""

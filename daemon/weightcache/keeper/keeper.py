@@ -131,7 +131,7 @@ class Keeper:
         else:
             self._journal.append("process", "adopted", _about(child, process.pid, process.start_ticks))
         self._loop.watch(process, lambda: self._on_exit(child))
-        say(f"adopted {child.name}, pid {process.pid}")
+        say(f"adopted {child.name}, pid {process.pid}", child.context)
         if child.role in STORING_ROLES:
             process.send_signal(signal.SIGHUP)
 
@@ -158,7 +158,7 @@ class Keeper:
             process = child.fork(environment, self._output_dir, self._open_files)
         except OSError as error:  # no room for another process, descriptor or file
             child.error = f"cannot start: {error}"
-            say(f"{child.name} {child.error}")
+            say(f"{child.name} {child.error}", child.context)
             if child.slot is not None:
                 child.slot.not_started(child.error)
             self._next(child, at_least_s=1.0)
@@ -216,13 +216,15 @@ class Keeper:
         """A child's process has ended; the rest of its session must follow before another can start."""
         child.state = "ending"
         child.cancel_timer()
+        if child.slot is not None:
+            child.litter.note(pid)
         SessionEnd(self._loop, pid, ticks, lambda stuck: self._cleared(child, stuck))
         status = child.process.reap() if child.process else Exit(None, None)
         child.last_exit = status
         if child.process is not None:
             child.process.close()
             child.process = None
-        say(f"{child.name}, pid {pid}, ended {child.error or status}")
+        say(f"{child.name}, pid {pid}, ended {child.error or status}", child.context)
         if child.slot is not None:
             ordered = child.ordered or self._stages is not None
             child.slot.exited(pid, ticks, status, at_ns, ordered=ordered, error=child.error)
@@ -235,10 +237,12 @@ class Keeper:
     def _cleared(self, child: Child, stuck: int) -> None:
         child.leader = None
         if stuck:
-            say(f"{child.name}: {stuck} of its processes do not die; going on without waiting for them")
+            say(f"{child.name}: {stuck} of its processes do not die; going on without waiting for them", child.context)
         if self.spec.foreground:
             self._echo()
         self._next(child)
+        if removed := child.litter.clear():  # not before the start that somebody waits for
+            say(f"removed shared memory that {child.name} left behind: {', '.join(removed)}")
         if self._stages is not None:
             self._stop_next()
 
@@ -280,10 +284,9 @@ class Keeper:
         assert slot is not None
         child.state = "failed"
         lines = b"".join(child.output.tail(LAST_LINES) if child.output else []).decode(errors="replace").rstrip()
-        say(
-            f"{child.name} is given up: {slot.why_hopeless(child.last_exit)}. It ended {child.error or child.last_exit}"
-            + (f"; the last lines of {child.output.path if child.output else ''}:\n{lines}" if lines else " in silence")
-        )
+        last = f"; the last lines of {child.output.path if child.output else ''}:\n{lines}" if lines else " in silence"
+        why = f"{slot.why_hopeless(child.last_exit)}. It ended {child.error or child.last_exit}"
+        say(f"{child.name} is given up: {why}{last}", child.context)
         slot.abandon("restarts_exhausted" if child.last_exit.code != os.EX_CONFIG else "configuration")
         if self.spec.foreground:
             self._failed = True
@@ -305,7 +308,7 @@ class Keeper:
 
     def _kill(self, child: Child) -> None:
         if child.process is not None:
-            say(f"{child.name} has not ended after SIGTERM and is killed")
+            say(f"{child.name} has not ended after SIGTERM and is killed", child.context)
             child.process.send_signal(signal.SIGKILL)
 
     def _on_signal(self, number: int) -> None:

@@ -197,7 +197,7 @@ class Slot:
         try:
             state = survey(model, {**os.environ, **self.spec.env}, resident=resident)
         except OSError as error:  # no room for another process: then the attempt itself will say so
-            say(f"from what state attempt {self.attempt} starts is not known: {error}")
+            say(f"from what state attempt {self.attempt} starts is not known: {error}", self.context)
             state = None
         about = {"command": list(self.spec.argv), "starting_state": state}
         self._append("attempt_start", "", about, at_ns=began_ns)

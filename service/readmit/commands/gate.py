@@ -1,6 +1,5 @@
 """``readmit gate``: run the gate."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 
 from readmit.gate.settings import GateSettings, SlotSettings
 from weightcache.errors import ConfigError
+from weightcache.logs import configure
 from weightcache.paths import journal_path
 
 app = typer.Typer()
@@ -47,9 +47,10 @@ def command(
     hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
     drain_notice: Annotated[float, typer.Option(help="Seconds to serve on after SIGTERM.")] = 5.0,
     drain_limit: Annotated[float, typer.Option(help="Seconds that running requests get to finish.")] = 60.0,
+    log_format: Annotated[str | None, typer.Option(help="text or json; READMIT_LOG_FORMAT if absent.")] = None,
 ) -> None:
     """Let traffic in only when the model answers correctly."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    configure(log_format)
     from readmit.gate.server import run  # here, so that --help needs no web framework
 
     if config is not None:

@@ -8,8 +8,12 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
+from readmit.report import last_words
 from readmit.where import ConfigOption, Where
+from weightcache.episodes import Replay
 from weightcache.errors import ConfigError
+from weightcache.journal import Context, Journal
+from weightcache.keeper.output import TAIL_LINES
 
 app = typer.Typer()
 
@@ -19,13 +23,24 @@ _TAIL_BYTES: Final = 1 << 20
 
 @app.command("logs")
 def command(
-    slot: Annotated[str, typer.Argument(help="The slot, or daemon or gate.")],
+    slot: Annotated[str | None, typer.Argument(help="The slot, or daemon or gate.")] = None,
+    episode: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Instead: last words of the engines that a recovery lost; ID as in a 503."),
+    ] = None,
     tail: Annotated[int | None, typer.Option(min=0, help="Only so many last lines.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, over restarts.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Print the output of the latest attempt."""
-    folder = Where.find(config).state_dir / "output"
+    """Print the output of the latest attempt, or of the engines that ended before and in a recovery."""
+    where = Where.find(config)
+    folder = where.state_dir / "output"
+    if (slot is None) == (episode is None):
+        raise typer.BadParameter("name a slot, or a recovery with --episode")
+    if episode is not None:
+        _print_recovery(where, folder, episode)
+        return
+    assert slot is not None
     path = _latest(folder, slot)
     if path is None:
         names = sorted({_slot(file) for file in folder.glob("*.log")}) if folder.is_dir() else []
@@ -40,6 +55,33 @@ def command(
         _print(folder, slot, path, tail, follow)
     except KeyboardInterrupt:
         raise typer.Exit from None
+
+
+def _print_recovery(where: Where, folder: Path, id_: str) -> None:
+    """The last words of the engine whose end began a recovery, and of those that ended in it."""
+    replay = Replay()
+    replay.catch_up(Journal(where.journal, Context.from_environment()))
+    found = [episode for episode in replay.episodes if id_ and episode.id.startswith(id_.lower())]
+    if len(found) != 1:
+        raise ConfigError(
+            "no_episode",
+            f"{id_} names no recovery" if not found else f"{id_} names {len(found)} recoveries",
+            expected="the episode_id or trace_id of a 503, or the beginning of one in readmit report",
+            found=id_,
+            remedy="readmit report lists recoveries and what is kept of their engines",
+        )
+    (episode,) = found
+    before = replay.episode(episode.previous) if episode.previous else None
+    ended = [(before, before.attempt)] if before and before.attempt else []
+    ended += [(episode, attempt) for attempt in episode.attempts if attempt.outcome not in (None, "ready")]
+    for whose, attempt in ended:
+        file = last_words(folder, whose, attempt)
+        place = f"slot {whose.slot}, episode {whose.id[:8]}, attempt {attempt.number}"
+        print(f"==> {place}: {file or 'no longer kept'} <==", flush=True)
+        if file is not None:
+            with open(file, "rb") as opened:
+                _skip_to_last(opened, TAIL_LINES)
+                _copy(opened)
 
 
 def _print(folder: Path, slot: str, path: Path, tail: int | None, follow: bool) -> None:

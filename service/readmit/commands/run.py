@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from readmit.config import Slot, unusable
+from readmit.config import LogFormat, Slot, unusable
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.node import GATE_STOP_S, become_keeper, check, check_probes, engine, search_path
 from weightcache import paths
@@ -36,6 +36,13 @@ def command(
         str, typer.Option(help="Seconds before each restart, the last for all further ones.")
     ] = ",".join(f"{pause:g}" for pause in BACKOFF_S),
     stop_limit: Annotated[float, typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL.")] = STOP_S,
+    model: Annotated[
+        str | None, typer.Option(help="Folder of its model: what is cached of it is part of a starting state.")
+    ] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Of the logs; READMIT_LOG_FORMAT if absent.")] = None,
+    preload: Annotated[
+        str | None, typer.Option(metavar="MODULE", help="Hold the command's python -m MODULE imported, for restarts.")
+    ] = None,
 ) -> None:
     """Keep one engine running and account for its recoveries.
 
@@ -49,16 +56,18 @@ def command(
             name=name,
             command=tuple(command),
             url=url,
+            model=model,
             cwd=Path.cwd(),
             backoff_s=backoff.split(","),  # type: ignore[arg-type]  # pydantic reads the numbers
             limit=max_restarts + 1,
             window_s=window,
             stop_s=stop_limit,
+            preload=preload,
         )
     except ValidationError as error:
         raise unusable("the command line", error) from error
     env = {"PATH": search_path()}
-    children = [engine(slot, env)]
+    children = list(engine(slot, env, runtime_dir))
     listening = {slot.name: slot.address} if slot.address else {}
     if url is not None:
         check_probes(probes, unverified_ok)
@@ -81,4 +90,4 @@ def command(
         foreground=True,
     )
     check(spec, listening)
-    become_keeper(spec)
+    become_keeper(spec, log_format)

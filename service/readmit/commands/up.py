@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from readmit.config import DEFAULT_FILE, load
+from readmit.config import DEFAULT_FILE, LogFormat, load
 from readmit.node import addresses, become_keeper, check, check_probes, keeper_spec
 from weightcache.errors import ConfigError
 
@@ -28,6 +28,7 @@ def command(
         list[Role] | None, typer.Option(help="Only processes of this kind, where others run elsewhere; repeatable.")
     ] = None,
     check_only: Annotated[bool, typer.Option("--check", help="Only say whether it could start.")] = False,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Of all logs, instead of the configuration's.")] = None,
 ) -> None:
     """Run a node: the weight cache daemon, its engines and the gate, under a keeper that restarts them.
 
@@ -53,4 +54,4 @@ def command(
     if check_only:
         typer.echo(f"{len(spec.children)} processes can start: {', '.join(names)}")
         return
-    become_keeper(spec)
+    become_keeper(spec, log_format or config.telemetry.log_format)

@@ -7,10 +7,11 @@ import typer
 
 from readmit.commands.gate import command
 from weightcache.errors import WeightCacheError
+from weightcache.logs import complain
 
 if __name__ == "__main__":
     try:
         typer.run(command)
     except WeightCacheError as error:
-        print(f"readmit gate: {error}", file=sys.stderr)
+        complain("readmit gate", error)
         sys.exit(os.EX_CONFIG)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from yarl import URL
 
@@ -133,6 +133,7 @@ class Life:
     def _open(self, finding: Finding) -> None:
         chronicle, name, now = self._means.chronicle, self.slot.name, boottime_ns()
         chronicle.poll()
+        place = self._place  # once the episode is closed it is no longer to be seen
         lease = Lease(self.engine, chronicle.generation(name), finding.probe_set, now)
         self.slot.open(lease)
         self._answered, self._needed = True, 1
@@ -140,7 +141,12 @@ class Life:
             chronicle.write(name, "phase_end", "semantic_verify", at_ns=now)
             self._phase_marked = False
         chronicle.close_episode(name, lease.verified, now)
-        log.info("slot %s is ready (%s)", name, self.slot.reason)
+        log.info("ready (%s)", self.slot.reason, extra=place)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """The recovery that the slot is in, for the log."""
+        return self._means.chronicle.context(self.slot.name)._asdict()
 
     async def _while_correct(self) -> None:
         """Verify a ready slot on and on; returns when readiness has ended."""
@@ -215,7 +221,7 @@ class Life:
             means.chronicle.write(name, "phase_begin", "semantic_verify", at_ns=finding.asked_ns)
             self._phase_marked = True
         if self.finding is None or finding.message != self.finding.message:
-            log.info("slot %s: %s", name, finding.message or "all answers are correct")
+            log.info("%s", finding.message or "all answers are correct", extra=self._place)
         self.finding = finding
         for verdict in finding.verdicts:
             means.metrics.verdict(self.slot, verdict)
@@ -245,7 +251,7 @@ class Life:
         return bool(others) or self._means.settings.eject_last
 
     def _eject(self, reason: str, cause: str) -> None:
-        log.warning("slot %s is taken out of service: %s", self.slot.name, reason)
+        log.warning("taken out of service: %s", reason, extra=self._place)
         self.slot.revoke(reason)
         self._means.chronicle.open_episode(self.slot.name, cause, self.slot.last_correct_ns)
         self._needed = self._means.settings.readmit_after

@@ -43,9 +43,9 @@ class Remedies:
         try:
             await asyncio.to_thread(ask, self._runtime_dir, request)
         except ConfigError as error:
-            log.warning("slot %s is not restarted: %s", slot, error)
+            log.warning("slot %s is not restarted: %s", slot, error, extra={"slot": slot})
             return False
-        log.warning("slot %s is being restarted: %s", slot, cause)
+        log.warning("slot %s is being restarted: %s", slot, cause, extra={"slot": slot})
         return True
 
     async def quarantine(self, generation: str, reason: str, context: Context) -> bool:
@@ -53,9 +53,9 @@ class Remedies:
         try:
             await asyncio.to_thread(self._quarantine, generation, reason, context)
         except (CacheMiss, ConfigError) as error:
-            log.warning("generation %s is not quarantined: %s", generation, error)
+            log.warning("generation %s is not quarantined: %s", generation, error, extra=context._asdict())
             return False
-        log.warning("generation %s is quarantined: %s", generation, reason)
+        log.warning("generation %s is quarantined: %s", generation, reason, extra=context._asdict())
         return True
 
     def _quarantine(self, generation: str, reason: str, context: Context) -> None:
