@@ -1,7 +1,8 @@
 """Leave vLLM its way of starting processes by fork, in a process that was itself forked from a pre-imported one.
 
-vLLM's CPU platform demands ``spawn`` while it checks the configuration. Spawned, engine core and workers would import
-everything once more, which is most of a restart. This wraps that one method, and nothing without `weightcache.preload`.
+vLLM's command line and its CPU platform demand ``spawn``, the latter whenever a configuration is checked. Spawned,
+engine core and workers would import everything once more, which is most of a restart. This wraps the platform's method,
+and nothing without `weightcache.preload`.
 """
 
 import functools
@@ -33,10 +34,9 @@ def wanted() -> bool:
 
 
 def allow() -> None:
-    """From now on vLLM forks its processes, unless whoever started it asked for another way."""
+    """From now on vLLM forks its processes."""
     from vllm.platforms import current_platform
 
-    asked = os.environ.get(METHOD, "fork")
     platform = type(current_platform)
     check = platform.check_and_update_config
     if getattr(check, "forks", False):
@@ -45,7 +45,7 @@ def allow() -> None:
     @functools.wraps(check)
     def checked(vllm_config: Any) -> None:
         check(vllm_config)
-        os.environ[METHOD] = asked
+        os.environ[METHOD] = "fork"
 
     checked.forks = True  # type: ignore[attr-defined]
     platform.check_and_update_config = staticmethod(checked)
@@ -55,5 +55,5 @@ def preload() -> None:
     """Import what vLLM imports late; called in the resident process that engines are forked from."""
     from vllm.platforms import current_platform
 
-    for module in (*LATE, *LATE_BY_DEVICE.get(current_platform.device_type, ())):
+    for module in (*LATE_BY_DEVICE.get(current_platform.device_type, ()), *LATE):
         importlib.import_module(module)
