@@ -1,0 +1,128 @@
+"""``readmit drill``: real faults on a live node, and what its recoveries took."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from readmit.config import DEFAULT_FILE, load, split_address
+from readmit.drill import LIMIT_S, Drill, DrillPath, Fault, Order, Traffic
+from readmit.drill_report import QUANTILES, ByPath, DrillReport, Spread
+from readmit.quantiles import needed
+from readmit.where import ConfigOption, Where
+from weightcache import paths
+from weightcache.vocabulary import PHASES, SUB_PHASES, UNATTRIBUTED
+
+app = typer.Typer()
+
+
+@app.command("drill")
+def command(
+    kills: Annotated[int, typer.Option(min=1, help="How many faults, one after the other.")] = 1,
+    fault: Annotated[Fault, typer.Option(help="What happens to the engine, the daemon, or both.")] = Fault.SIGKILL,
+    path: Annotated[DrillPath, typer.Option(help="How the recoveries are to get their weights.")] = DrillPath.HIT,
+    slot: Annotated[str | None, typer.Option(help="Which engine; the one that serves, if absent.")] = None,
+    pause: Annotated[float, typer.Option(min=0, help="Seconds between a recovery and the next fault.")] = 1.0,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds until a recovery is not waited for.")] = LIMIT_S,
+    gate: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The gate, where no configuration says it.")
+    ] = None,
+    yes_really: Annotated[bool, typer.Option("--yes-really", help="Also while clients use the node.")] = False,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Kill what serves, for real, and measure from each fault to the first correct answer.
+
+    Every recovery is recorded with the cause drill. A miss is arranged by giving the resident weights up before the
+    fault; hit, off and standby are as the node is configured. Refuses while the gate has clients.
+    Exits 1 when a recovery failed or took another path.
+    """
+    where = Where.find(config)
+    socket, listen = paths.socket_path(), gate
+    if config is not None or DEFAULT_FILE.exists():
+        node = load(config)
+        socket, listen = node.socket, gate or (node.gate.listen if node.gate.enabled else None)
+    order = Order(kills, fault, path, slot, pause, limit)
+    drill = Drill(where, socket, order, lambda: traffic(listen), lambda text: typer.echo(text, err=True))
+    report = drill.run(yes_really=yes_really)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1))
+    else:
+        show(report, Console())
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def traffic(listen: str | None) -> Traffic:
+    """What the gate at an address says of its clients."""
+    if listen is None:
+        return Traffic(problem="no gate is known here that could say")
+    host, port = split_address(listen)
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/api/status"
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            facts: dict[str, Any] = json.load(reply)
+    except (OSError, ValueError) as error:
+        return Traffic(problem=f"the gate at {listen} does not say: {error}")
+    if "last_request_s" not in facts:
+        return Traffic(problem=f"the gate at {listen} does not say: it is of another release")
+    return Traffic(last_request_s=0.0 if facts["in_flight"] else facts["last_request_s"])
+
+
+def show(report: DrillReport, console: Console) -> None:
+    """Print a drill for people."""
+    order = report.order
+    console.print(
+        f"{order['kills']} x {order['fault']} of slot {report.slot} on {report.node}, path {order['path']}: "
+        + ", ".join(f"{n} {outcome}" for outcome, n in report.outcomes.items())
+        + (f"; {report.astray} took another path" if report.astray else "")
+    )
+    if report.stopped:
+        console.print(f"Stopped early: {report.stopped}.")
+    table = Table("from the fault to the first correct answer", *("n", *QUANTILES, "max"), box=None, pad_edge=False)
+    for it in report.paths:
+        table.add_row(it.path, *_cells(it.recovery))
+        table.add_row("  of it no slot ready", *_cells(it.outage), style="dim")
+    if report.daemon:
+        table.add_row("daemon serves the same weights again", *_cells(report.daemon))
+    console.print(table)
+    if report.daemons:
+        kept = sum(it.generations_kept for it in report.daemons), sum(it.generations for it in report.daemons)
+        leases = sum(it.leases_kept for it in report.daemons), sum(it.leases for it in report.daemons)
+        console.print(f"The daemon kept {kept[0]} of {kept[1]} generations and {leases[0]} of {leases[1]} leases.")
+    if report.paths:
+        console.print(_phases(report.paths))
+    facts = report.machine
+    console.print(
+        f"readmit {facts['readmit']}, {facts['cpu']}, {facts['cores']} cores, "
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB, load {facts['load_average'][0]}",
+        style="dim",
+    )
+
+
+def _cells(spread: Spread) -> list[str]:
+    quantiles = [
+        f"needs {needed(QUANTILES[name])}" if isinstance(value, str) else f"{value:.2f} s"
+        for name, value in spread.quantiles.items()
+    ]
+    return [str(spread.n), *quantiles, f"{spread.max_s:.2f} s"]
+
+
+def _phases(by_path: list[ByPath]) -> Table:
+    table = Table("mean seconds of each phase", *(it.path for it in by_path), box=None, pad_edge=False)
+    for phase in (*PHASES, UNATTRIBUTED):
+        if any(phase in it.phases_s for it in by_path):
+            table.add_row(phase, *(_seconds(it.phases_s.get(phase)) for it in by_path))
+        for part in (f"{phase}.{name}" for name in SUB_PHASES.get(phase, ())):
+            if any(part in it.parts_s for it in by_path):
+                cells = (_seconds(it.parts_s.get(part)) for it in by_path)
+                table.add_row(f"  {part.partition('.')[2]}", *cells, style="dim")
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,42 @@
+"""A small engine whose weights come through the weight cache. It knows one answer.
+
+python attaching_engine.py PORT MODE
+"""
+
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from tests.weightcache.models import config, loader, skeleton
+
+from weightcache.client import attach
+from weightcache.journal import Journal
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "scripted"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"choices": [{"text": " Paris", "logprobs": None}]})
+
+    def answer(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+port, mode = sys.argv[1:]
+model = skeleton()
+journal = Journal.from_environment()
+with journal.phase("load_weights"):
+    attach(model, config(), mode=mode, load=loader(model), load_bytes=1, journal=journal)
+with journal.phase("server_ready"):
+    server = HTTPServer(("127.0.0.1", int(port)), Answers)
+server.serve_forever()
