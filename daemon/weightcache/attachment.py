@@ -234,9 +234,11 @@ def _ask_for(
     for reply, descriptors in connection.ask_for_all(request, timeout_s=wait_s + 10.0):
         if isinstance(reply, messages.Attached):
             return reply.generation, descriptors
-        if isinstance(reply, messages.Loading) and progress:
+        if not isinstance(reply, messages.Loading):
+            break
+        if progress:
             progress(reply.done, reply.total)
-    raise ProtocolError("protocol", "the daemon ended its answer without weights")
+    raise ProtocolError("protocol", "the daemon answered something else", expected="Attached or Loading")
 
 
 def _map(manifest: Manifest, chunks: list[int], device: int | None) -> MappedArena:

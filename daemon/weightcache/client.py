@@ -197,9 +197,9 @@ class _Recovery:
         replies = self.attachment.connect().ask_for_all(request, timeout_s=self.wait_s + 10.0)
         with self.attachment.part("read"):
             for reply, _ in replies:
-                if isinstance(reply, messages.Done):
+                if not isinstance(reply, messages.Loading):
                     return
-                if isinstance(reply, messages.Loading) and self.progress:
+                if self.progress:
                     self.progress(reply.done, reply.total)
 
     def _fall_back(self, miss: CacheMiss, policy: str) -> None:
