@@ -61,8 +61,8 @@ def _bind(path: Path) -> socket.socket:
             )
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(os.fspath(path))  # its folder is 0700, so the socket is private from its first moment
-    path.chmod(0o600)
+    os.fchmod(listener.fileno(), 0o600)  # before it has a name, so that its file is never anybody else's to open
+    listener.bind(os.fspath(path))
     return listener
 
 
