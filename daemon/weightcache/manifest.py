@@ -6,8 +6,8 @@ proves its manifest. No torch here: the daemon validates manifests too.
 """
 
 import hashlib
+import itertools
 import os
-from collections.abc import Iterator
 from math import prod
 from typing import Any, Final, TypeVar
 
@@ -239,7 +239,7 @@ def validate(manifest: Manifest) -> None:
         raise _invalid("a chunk has no bytes", expected="chunks of 1 byte or more", found=manifest.chunks)
     if manifest.arena == "memfd" and len(manifest.chunks) != 1:
         raise _invalid("a memory file is in pieces", expected="1 chunk", found=len(manifest.chunks))
-    _check_overlap(manifest, list(_extents(manifest)))
+    _check_overlap(manifest, _extents(manifest))
 
 
 def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -249,34 +249,46 @@ def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
-def _extents(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
-    """Each row's first byte, end and number, after checking the row itself."""
+def _extents(manifest: Manifest) -> list[tuple[int, int, int]]:
+    """Each row's first byte, end and number, after checking the row itself; rows without bytes left out."""
     size = manifest.size
     unknown = [name for name in manifest.dtypes if name not in ITEM_SIZES]
     if unknown:
         raise _invalid(f"dtype {unknown[0]!r} is not one that travels", expected=sorted(ITEM_SIZES), found=unknown)
     items = [ITEM_SIZES[name] for name in manifest.dtypes]
-    rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
-    for row, (code, shape, stride, offset) in enumerate(rows):
-        if not 0 <= code < len(items):
-            raise _broken(manifest, row, f"dtype code {code} of {len(items)}")
-        if shape and (min(shape) < 0 or len(shape) > MAX_DIMENSIONS):
-            raise _broken(manifest, row, f"shape {_short(shape)}")
-        item = items[code]
-        count = elements = prod(shape)
-        if stride is not None:
-            if len(stride) != len(shape) or (stride and not 0 <= min(stride) <= max(stride) < _MAX_EMPTY):
-                raise _broken(manifest, row, f"stride {_short(stride)} for shape {shape}")
-            count = span(shape, stride)
-        if elements > size or (not elements and prod(filter(None, shape)) > _MAX_EMPTY):
-            raise _broken(manifest, row, f"shape {shape} for an arena of {size} bytes")
-        end = offset + count * item
+    known: dict[tuple[int, tuple[int, ...], tuple[int, ...] | None], tuple[int, int]] = {}
+    extents = []
+    kinds = zip(manifest.dtype, manifest.shapes, manifest.strides, strict=True)
+    for row, (kind, offset) in enumerate(zip(kinds, manifest.offsets, strict=True)):
+        found = known.get(kind)
+        if found is None:  # thousands of tensors have a handful of shapes
+            found = known[kind] = _checked(manifest, row, items)
+        length, item = found
+        end = offset + length
         if offset < 0 or end > size:
             raise _broken(manifest, row, f"bytes {offset} to {end} outside an arena of {size}")
         if offset % item:
             raise _broken(manifest, row, f"offset {offset} not a multiple of its {item}-byte elements")
-        if count:
-            yield offset, end, row
+        if length:
+            extents.append((offset, end, row))
+    return extents
+
+
+def _checked(manifest: Manifest, row: int, items: list[int]) -> tuple[int, int]:
+    """Bytes from the first to the last element of a row, and of an element, after checking dtype, shape and strides."""
+    code, shape, stride, size = manifest.dtype[row], manifest.shapes[row], manifest.strides[row], manifest.size
+    if not 0 <= code < len(items):
+        raise _broken(manifest, row, f"dtype code {code} of {len(items)}")
+    if shape and (min(shape) < 0 or len(shape) > MAX_DIMENSIONS):
+        raise _broken(manifest, row, f"shape {_short(shape)}")
+    count = elements = prod(shape)
+    if stride is not None:
+        if len(stride) != len(shape) or (stride and not 0 <= min(stride) <= max(stride) < _MAX_EMPTY):
+            raise _broken(manifest, row, f"stride {_short(stride)} for shape {shape}")
+        count = span(shape, stride)
+    if elements > size or (not elements and prod(filter(None, shape)) > _MAX_EMPTY):
+        raise _broken(manifest, row, f"shape {shape} for an arena of {size} bytes")
+    return count * items[code], items[code]
 
 
 def _check_overlap(manifest: Manifest, extents: list[tuple[int, int, int]]) -> None:
@@ -287,6 +299,8 @@ def _check_overlap(manifest: Manifest, extents: list[tuple[int, int, int]]) -> N
                 raise _invalid(f"shared group {number} names row {row}, which is no row or in two groups")
             group_of[row] = number
     extents.sort()
+    if all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(extents)):
+        return
     furthest, holder = 0, -1
     for start, end, row in extents:
         if start < furthest and (holder not in group_of or group_of.get(row) != group_of[holder]):

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -19,10 +19,11 @@ from weightcache.journal import Event, Journal
 from weightcache.journal.database import is_damage
 from weightcache.slo import Objectives
 from weightcache.telemetry.accounts import Accounts
-from weightcache.telemetry.exporter import Sink, sinks
 from weightcache.telemetry.health import Health
 from weightcache.telemetry.metrics import Collector, Residents
-from weightcache.telemetry.spans import spans_of
+
+if TYPE_CHECKING:
+    from weightcache.telemetry.exporter import Sink
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,9 @@ class Telemetry:
         if last < self._replay.position:
             self._replay.position = 0  # another journal is in its place
         if self._sinks is None and self._spans_path is not None:
+            # Not at the top: importing OpenTelemetry takes as long as a daemon's restart may in all.
+            from weightcache.telemetry.exporter import sinks
+
             self._sinks = sinks(self._spans_path, last, self._health, self._environ)
         if not self._collector.caught_up.is_set():
             self._catch_up(last)
@@ -178,6 +182,8 @@ class Telemetry:
         for position, episode in closed:
             behind = [sink for sink in self._sinks or () if sink.position < position]
             if behind:
+                from weightcache.telemetry.spans import spans_of
+
                 spans = spans_of(episode, self._replay.episode(episode.previous or ""))
                 for sink in behind:
                     sink.export(position, spans)
