@@ -212,12 +212,18 @@ class KeptCache(Cache):
         """Start a keeper and wait until its daemon answers."""
         self.runtime_dir.mkdir(mode=0o700, exist_ok=True)
         spec = self.folder / "spec.json"
-        child = {"name": "daemon", "role": "daemon", "argv": self.command}
+        child = {"name": "daemon", "role": "daemon", "argv": self.command, "stop_s": 60.0}
         facts = {"node": "n", "runtime_dir": self.runtime_dir, "state_dir": self.state_dir}
         spec.write_text(json.dumps({**facts, "journal": self.journal_path, "children": [child]}, default=str))
         keeper = self.run([sys.executable, "-m", "weightcache.keeper", str(spec)])
         wait_for(lambda: self.socket.exists() and self.pid(), "the daemon to answer")
         return keeper
+
+    def close(self) -> None:
+        daemon = self.pid() if self.socket.exists() else None
+        super().close()
+        if daemon is not None and Path(f"/proc/{daemon}").exists():  # its keeper was killed and had no successor
+            os.kill(daemon, signal.SIGKILL)
 
     def kill_daemon(self) -> int:
         """SIGKILL the daemon and wait for its successor; returns the successor's pid."""
