@@ -26,8 +26,8 @@ from weightcache.version import VERSION
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""
 
-Loader = Callable[[Progress], None]
-"""Fills the model from disk."""
+Loader = Callable[[Progress], str | None]
+"""Fills the model from disk. It may return the checkpoint's digest, taken while reading: no second read then."""
 
 
 @dataclass

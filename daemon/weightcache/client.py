@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from torch import nn
 
 from weightcache import memory, messages, paths
@@ -224,10 +225,16 @@ class _Recovery:
             claimed = False
         if not claimed:
             self.attachment.disconnect()
-        with self.attachment.part("read"):
-            self.load(self._report if claimed else ignore_progress)
-        require_no_meta(self.attachment.model)
-        if claimed:
+        attachment = self.attachment
+        with attachment.part("read"):
+            digest = self.load(self._report if claimed else ignore_progress)
+        require_no_meta(attachment.model)
+        if attachment.config.checkpoint_digest is None:
+            attachment.config = msgspec.structs.replace(attachment.config, checkpoint_digest=digest)
+        if claimed and attachment.config.checkpoint_digest is None:
+            self.outcome.private_because = "nothing could ever match them: nobody knows the checkpoint's digest"
+            attachment.disconnect()
+        elif claimed:
             self._publish()
 
     def _claim(self, replace: bool) -> CacheMiss | None:

@@ -91,7 +91,7 @@ class Residency:
         """Make a generation resident.
 
         Args:
-            claimed: the identity that was claimed.
+            claimed: the identity that was claimed. Without a digest: whoever claimed it learns it while loading.
             descriptors: the manifest, then the arena's chunks. They are taken over, and the list emptied, on success.
             context: of the publisher.
 
@@ -103,6 +103,8 @@ class Residency:
             raise ProtocolError("protocol", "publishing takes a manifest and an arena", found="no descriptors")
         name, manifest = await asyncio.to_thread(read, descriptors[0])
         _check_arena(manifest, descriptors[1:])
+        if claimed.checkpoint_digest is None:
+            claimed = msgspec.structs.replace(claimed, checkpoint_digest=manifest.config.checkpoint_digest)
         differences = claimed.differences(manifest.config)
         if differences:
             raise ImportRejected(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from weightcache.errors import CheckpointError, ConfigError, UnsupportedQuantForIPCError
-from weightcache.identity import Identity
+from weightcache.identity import Identity, digest_of
 from weightcache.integrations.transformers import from_pretrained
 from weightcache.journal import Journal
 
@@ -196,6 +197,19 @@ def test_a_first_load_publishes_and_stays_what_it_was(llama: Path, daemon: Path)
     assert outcome.generation
     assert facts(model) == facts(AutoModelForCausalLM.from_pretrained(llama))
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_large_unknown_checkpoint_is_read_once(llama: Path, daemon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A limit of 0 makes this checkpoint as unaffordable to hash beforehand as a terabyte is.
+    unaffordable = partial(digest_of, hash_limit_bytes=0)
+    monkeypatch.setattr("weightcache.integrations.transformers.digest_of", unaffordable)
+    assert unaffordable(llama).digest is None
+    _, first = from_pretrained(llama, mode="client", socket=daemon)
+    assert (first.path, first.reason) == ("miss", "absent")
+    assert first.generation is not None, first.private_because
+    assert unaffordable(llama).digest == digest_of(llama).digest
+    _, second = from_pretrained(llama, mode="client", socket=daemon)
+    assert (second.path, second.generation) == ("hit", first.generation)
 
 
 def test_writing_into_mapped_weights_harms_nobody_else(llama: Path, daemon: Path) -> None:

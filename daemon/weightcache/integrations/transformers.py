@@ -29,7 +29,7 @@ from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
 from weightcache.errors import CheckpointError, ConfigError, UnsupportedQuantForIPCError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
-from weightcache.identity import digest_of, prove
+from weightcache.identity import digest_of, remember
 from weightcache.journal import Journal
 from weightcache.quantization import UNQUANTIZED
 from weightcache.quantization import of as quantization_of
@@ -77,12 +77,16 @@ def from_pretrained(
     digest = None
     if mode != "off":
         with journal.phase("load_weights.match"):
-            digest = digest_of(folder).digest or prove(Checkpoint.open(folder))
+            digest = digest_of(folder).digest  # None for large files that nobody knows: learnt while they are read
 
-    def load(progress: Progress) -> None:
-        loaded = _load(folder, model, digest, journal, progress).to(place)
+    def load(progress: Progress) -> str | None:
+        checkpoint = Checkpoint.open(folder)
+        loaded = _load(checkpoint, model, digest, journal, progress).to(place)
+        if digest is None and mode != "off" and checkpoint.digest is not None:
+            remember(checkpoint, checkpoint.digest)
         model.__dict__.clear()  # the skeleton becomes what transformers built: its submodules, buffers and attributes
         model.__dict__.update(loaded.__dict__)
+        return checkpoint.digest
 
     outcome = attach(
         model,
@@ -225,14 +229,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load(folder: Folder, like: Any, digest: str | None, journal: Journal, progress: Progress) -> Any:
-    """The model from its files; ``like`` is its skeleton, ``digest`` what the files should hold if anybody has asked.
+def _load(checkpoint: Checkpoint, like: Any, digest: str | None, journal: Journal, progress: Progress) -> Any:
+    """The model from its files; ``like`` is its skeleton, ``digest`` what the files should hold if anybody knows.
 
     Raises:
         CheckpointError: the files are bad; ``changed`` where they hold something else; ``tensor_missing`` or
             ``geometry`` where they do not hold what the architecture needs.
     """
-    checkpoint = Checkpoint.open(folder)
     tensors = {}
     done = 0
     for name, tensor in checkpoint.read():
@@ -248,7 +251,7 @@ def _load(folder: Folder, like: Any, digest: str | None, journal: Journal, progr
             remedy="Do not write to a checkpoint in use; start again",
             path=checkpoint.path,
         )
-    with journal.phase("load_weights.process"), _telling(folder):
+    with journal.phase("load_weights.process"), _telling(checkpoint.folder):
         model, report = type(like).from_pretrained(
             None,
             config=like.config,
