@@ -331,7 +331,7 @@ class Benchmark:
     def run(self, only: list[str], limit_s: float) -> None:
         parts = ["fused", "llama", "unfused"]
         if self.on_gpu:
-            parts += ["legacy_fused", "legacy_unfused", "engine", "disk", "sizes"]
+            parts += ["legacy_fused", "legacy_unfused", "engine", "sizes", "disk"]
         with self.node:
             for name in parts:
                 if not only or name in only:

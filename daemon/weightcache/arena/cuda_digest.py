@@ -17,7 +17,6 @@ a process that finds it there imports no Triton. Where neither is there, plain t
 
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -129,18 +128,21 @@ class Kernel:
 
     def start(self, arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Callable[[], bytes]:
         """Begin to compute the rows' digests; see `start`."""
-        device, base, count = arena.device, arena.data_ptr(), len(offsets)
-        addresses = [base + offset for offset in offsets]
+        device, count = arena.device, len(offsets)
+        starts, lengths = (
+            torch.frombuffer(array("q", column or [0]), dtype=torch.int64) for column in (offsets, sizes)
+        )
+        addresses = starts + arena.data_ptr()
         moved = []
-        for row, address in enumerate(addresses):
-            if address % _ALIGNMENT:
+        if bool((addresses % _ALIGNMENT).any()):
+            for row in (addresses % _ALIGNMENT).nonzero().flatten().tolist():
                 moved.append(torch.empty(-(-sizes[row] // 8) * 8, dtype=torch.uint8, device=device))
                 moved[-1][: sizes[row]] = arena[offsets[row] : offsets[row] + sizes[row]]
                 addresses[row] = moved[-1].data_ptr()
-        ends = list(itertools.accumulate(-(-size // (_TILE_WORDS * 8)) for size in sizes))
-        tiles = ends[-1] if ends else 0
-        numbers = array("q", [*addresses, *sizes, 0, *ends])  # three columns; the last number is read by nobody
-        table = torch.frombuffer(numbers, dtype=torch.int64).to(device)
+        tiles_of = (lengths + (_TILE_WORDS * 8 - 1)) // (_TILE_WORDS * 8)
+        ends = tiles_of.cumsum(0)
+        tiles = int(ends[-1])
+        table = torch.stack([addresses, lengths, ends - tiles_of]).to(device)
         sums = torch.zeros(count, dtype=torch.int64, device=device)
         if tiles:
             pointer, column = table.data_ptr(), count * 8
@@ -221,7 +223,8 @@ def _prove(kernel: Kernel, device: int) -> None:
 
 def _kept(capability: tuple[int, int]) -> Path:
     """Where the compiled kernel of this source is kept."""
-    source = Path(__file__).read_bytes() + Path(__file__).with_name("mix64_kernel.py").read_bytes()
+    with open(os.path.join(os.path.dirname(__file__), "mix64_kernel.py"), "rb") as file:
+        source = file.read() + b"%d" % _TILE_WORDS
     home = os.environ.get("READMIT_HOME")
     folder = Path(home) if home else Path.home() / ".cache" / "readmit"
     name = f"mix64-sm{capability[0]}{capability[1]}-{hashlib.sha256(source).hexdigest()[:16]}"

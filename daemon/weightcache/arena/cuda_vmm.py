@@ -8,11 +8,11 @@ A read-only mapping guards against accidents: a kernel that writes into it fails
 bytes stay. It does not guard against a process that takes the descriptor and maps it writable.
 """
 
-import itertools
+import fcntl
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -43,7 +43,23 @@ _BROKEN: Final = frozenset(
 _NO_HANDLE: Final = frozenset(
     {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_RESOURCE_TYPE"}
 )
+_DESCRIPTORS: Final = 512
 _log = logging.getLogger("weightcache.arena.cuda_vmm")
+
+
+def _make_room_for_descriptors() -> None:
+    """Let this process's table of descriptors grow now, to hold an arena's dozens.
+
+    Once other threads run (a CUDA context has several) growing it waits for every processor to pass a quiescent state:
+    7 ms in the middle of an attach. See ``expand_fdtable`` in Linux's fs/file.c.
+    """
+    try:
+        os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTORS))
+    except OSError:  # no standard input, or a limit below: then it grows when it must
+        _log.debug("the descriptor table was not grown ahead")
+
+
+_make_room_for_descriptors()  # on import, which an engine does before it touches its GPU
 
 
 def require_export(device: int | None, driver: Driver | None = None, *, prove: bool = True) -> None:
@@ -235,19 +251,24 @@ class CudaVmmMapping:
         items = [dtype.itemsize for dtype in dtypes]
         strides: dict[tuple[int, ...], tuple[int, ...]] = {}
         tensors: list[torch.Tensor] = []
-        rows = zip(manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, strict=True)
+        storage, low, high = whole, 0, -1
+        typed: dict[int, torch.Tensor] = {}
+        rows = zip(
+            manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, self._sizes(manifest), strict=True
+        )
         with torch.no_grad():  # which also spares each view the record of what it is a view of
-            for low, high, count in _storages(manifest.offsets, self._sizes(manifest)):
-                storage = whole[low:high]
-                typed: dict[int, torch.Tensor] = {}
-                for code, shape, stride, offset in itertools.islice(rows, count):
-                    steps = stride or strides.get(shape) or strides.setdefault(shape, _contiguous(shape))
-                    start, of_dtype = (offset - low) // items[code], typed.get(code)
-                    if of_dtype is None:
-                        typed[code] = made = make(storage, dtypes[code], shape, steps, start)
-                    else:
-                        made = of_dtype.as_strided(shape, steps, start)
-                    tensors.append(made)
+            for code, shape, stride, offset, size in rows:
+                end = offset + size
+                if offset < low or end > high:
+                    low, high = _storage(offset, end, self._range.size)
+                    storage, typed = whole[low:high], {}
+                steps = stride or strides.get(shape) or strides.setdefault(shape, _contiguous(shape))
+                start, of_dtype = (offset - low) // items[code], typed.get(code)
+                if of_dtype is None:
+                    typed[code] = made = make(storage, dtypes[code], shape, steps, start)
+                else:
+                    made = of_dtype.as_strided(shape, steps, start)
+                tensors.append(made)
         return tensors
 
     def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
@@ -279,8 +300,9 @@ class CudaVmmMapping:
             finally:
                 self._driver.release(handle)
         except DriverError as error:
-            # For a descriptor of something else the H200's driver knows no better word than UNKNOWN.
-            if error.reason not in _NO_HANDLE and (imported or error.reason != "CUDA_ERROR_UNKNOWN"):
+            # What the H200's driver says of a descriptor of something else, and of an allocation of another size.
+            foreign = error.reason == ("CUDA_ERROR_NOT_SUPPORTED" if imported else "CUDA_ERROR_UNKNOWN")
+            if not foreign and error.reason not in _NO_HANDLE:
                 raise _miss(error, f"chunk {index} cannot be mapped", size) from error
             raise ImportRejected(
                 "manifest_invalid",
@@ -384,22 +406,15 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _storages(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The storages that rows share: first byte, end, and how many rows in a row lie there.
+def _storage(offset: int, end: int, whole: int) -> tuple[int, int]:
+    """First byte and end of the storage for a row and those after it.
 
     One for all would make `torch.save` of a single module write the whole arena; one a tensor would make binding slow.
     """
-    low = high = count = 0
-    for offset, size in zip(offsets, sizes, strict=True):
-        end = offset + size
-        if count and low <= offset and end - low <= STORAGE_BYTES:
-            high, count = max(high, end), count + 1
-            continue
-        if count:
-            yield low, high, count
-        low, high, count = offset // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, end, 1
-    if count:
-        yield low, high, count
+    low = offset // STORAGE_BYTES * STORAGE_BYTES
+    if end <= low + STORAGE_BYTES:
+        return low, min(low + STORAGE_BYTES, whole)
+    return offset // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, end
 
 
 def _miss(error: DriverError, what: str, needed: int | None = None) -> CacheMiss:
