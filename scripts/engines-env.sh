@@ -12,7 +12,7 @@ stamp=$venv/.readmit
 made_from=$(cat "$0" "$pins" | sha256sum | cut -d ' ' -f 1)
 # What `readmit` itself needs and vLLM does not bring, or not in the version that the tests of the project run with.
 ours=(aiohttp blake3 fastapi msgspec opentelemetry-sdk prometheus-client pydantic pydantic-settings rich safetensors
-      typer uvicorn gguf pytest pytest-timeout)
+      typer uvicorn gguf pytest pytest-asyncio pytest-timeout)
 
 mkdir -p "$(dirname "$venv")"
 exec 9>"$venv.lock"

@@ -1,0 +1,14 @@
+"""Tests with real engines. They run where vLLM is installed (``make test-engines``), and are not collected elsewhere."""
+
+import importlib.util
+import os
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+# vLLM compiles the counting of log-probabilities on the first request for one, which takes longer than all tests here.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
