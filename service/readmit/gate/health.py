@@ -14,6 +14,7 @@ from readmit.gate.gate import Gate
 from readmit.gate.problem import Problem
 
 _NO_STORE = {"Cache-Control": "no-store"}
+_PROOF = {None: "", True: " (verified)", False: " (unverified: no golden answers)"}
 
 
 def routes(gate: Gate) -> APIRouter:
@@ -57,21 +58,13 @@ def _draining() -> Problem:
 
 
 def _explained(gate: Gate, checks: dict[str, bool], exclude: Collection[str], unknown: Collection[str]) -> str:
-    lines = [
-        f"[+]{name} excluded: ok"
-        if name in exclude
-        else f"[{'+' if passed else '-'}]{name} {'ok' if passed else 'failed'}"
-        for name, passed in checks.items()
-    ]
+    lines = []
+    for name, passed in checks.items():
+        mark, verdict = ("+", "excluded: ok") if name in exclude else ("+", "ok") if passed else ("-", "failed")
+        lines.append(f"[{mark}]{name} {verdict}")
     for slot in gate.slots:
         outlook = gate.outlook(slot)
-        proof = (
-            ""
-            if outlook.verified is None
-            else " (verified)"
-            if outlook.verified
-            else " (unverified: no golden answers)"
-        )
+        proof = _PROOF[outlook.verified]
         why = f": {outlook.message}" if outlook.message else ""
         lines.append(f"  slot {slot.name} {slot.state}, {slot.reason}, for {outlook.since_s:.1f} s{proof}{why}")
     if gate.probe_set_suspect:

@@ -93,6 +93,9 @@ class Life:
                 await self._restart("hang")
             self._means.chronicle.poll()
             if not await self._port_open():
+                if self.engine is None and not self._supervised:
+                    self._lose("port_closed")  # whoever opens it next may be within sight
+                    self._check()
                 self.slot.enter("loading", "port_closed" if self.slot.state != "loading" else self.slot.reason)
                 self._note_silence(boottime_ns())
                 await asyncio.sleep(PORT_POLL_S)
@@ -216,7 +219,7 @@ class Life:
         finding = await means.verifier.examine(self.slot.url, self.engine, limit, turn=turn)
         self._check()
         answered = finding.result in ("correct", "wrong", "late")
-        if answered and means.chronicle.episode(name) is not None and not self._phase_marked:
+        if answered and means.chronicle.context(name).episode is not None and not self._phase_marked:
             # Only now: an engine that answers with an error is still in a phase of its own.
             means.chronicle.write(name, "phase_begin", "semantic_verify", at_ns=finding.asked_ns)
             self._phase_marked = True

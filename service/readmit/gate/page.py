@@ -31,7 +31,7 @@ h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1rem; margin: 2rem 0 .5rem;
 p { margin: .3rem 0; } .dim { color: var(--dim); } .good { color: var(--good); } .bad { color: var(--bad); }
 div { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--dim); font-weight: 500; } .number { text-align: right; }
+th { color: var(--dim); font-weight: 500; }
 </style>
 <h1 class="$mood">$title</h1>
 <p class="dim">$subtitle</p>

@@ -42,7 +42,7 @@ class Proxy:
     """
 
     def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+        self.gate = gate
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -56,31 +56,27 @@ class Proxy:
             return
         trace = Trace.continued(_header(scope["headers"], b"traceparent"))
         outcome = await self._answer(scope, receive, send, trace)
-        self._gate.metrics.requests.labels(outcome).inc()
+        self.gate.metrics.requests.labels(outcome).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: Trace) -> str:
         tried: list[Slot] = []
-        while (refusal := self._gate.refusal(trace.trace_id)) is None:
-            slot = self._gate.choose(tried)
+        while (refusal := self.gate.refusal(trace.trace_id)) is None:
+            slot = self.gate.choose(tried)
             if slot is None:
                 break
             try:
-                with self._gate.carrying(slot):
+                with self.gate.carrying(slot):
                     return await _Exchange(self, slot, scope, receive, send, trace).run()
             except _NotTaken as error:
                 # Not a byte has left the client's request: another slot may have it.
                 tried.append(slot)
                 if error.refused:
-                    self._gate.refused(slot)
+                    self.gate.refused(slot)
                 else:
-                    self._gate.doubt(slot)
-        problem = refusal.problem if refusal is not None else self._gate.no_connection(trace.trace_id)
+                    self.gate.doubt(slot)
+        problem = refusal.problem if refusal is not None else self.gate.no_connection(trace.trace_id)
         await problem.send(send, scope["path"], [_traceresponse(trace)])
         return "engine_refused" if tried or refusal is None else refusal.outcome
-
-    @property
-    def gate(self) -> Gate:
-        return self._gate
 
     @property
     def session(self) -> aiohttp.ClientSession:

@@ -150,9 +150,13 @@ class History:
 
 @contextmanager
 def ending(*children: Child) -> Iterator[None]:
-    """Kill what is left of these."""
+    """Kill what is left of these; a failure tells what they said."""
     try:
         yield
+    except BaseException as error:
+        for child in children:
+            error.add_note(f"{type(child).__name__} {child.pid}, exit {child.process.poll()}, said:\n{child.output}")
+        raise
     finally:
         for child in children:
             child.end()
