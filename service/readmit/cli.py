@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "run": Entry("readmit.commands.run", "Keep one engine running."),
     "status": Entry("readmit.commands.status", "What runs here now."),
     "restart": Entry("readmit.commands.restart", "Restart a slot on purpose."),
+    "preempt": Entry("readmit.commands.preempt", "Have an engine yield its place, and come back."),
     "drill": Entry("readmit.commands.drill", "Kill what serves, and measure the recoveries."),
     "logs": Entry("readmit.commands.logs", "What a slot's engine printed."),
     "report": Entry("readmit.commands.report", "Recoveries: how long, and why."),

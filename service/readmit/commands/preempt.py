@@ -1,0 +1,98 @@
+"""``readmit preempt``: have an engine yield its place, and come back."""
+
+import json
+import time
+from typing import Annotated, Any, Final
+
+import typer
+
+from readmit.where import ConfigOption, Where
+from weightcache.episodes import Episode, Replay
+from weightcache.errors import ConfigError
+from weightcache.journal import Context, Journal
+from weightcache.keeper.control import ask
+
+app = typer.Typer()
+
+LIMIT_S: Final = 1800.0
+_LOOK_S: Final = 0.05
+
+
+@app.command("preempt")
+def command(
+    slot: Annotated[str, typer.Argument(help="The slot whose engine yields.")],
+    pause: Annotated[
+        float | None, typer.Option("--for", min=0, help="Seconds until it comes back; without, not by itself.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Bring back one that has yielded.")] = False,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """End a slot's engine by SIGTERM, then SIGKILL, and keep its place; its weights stay resident.
+
+    Requests it was answering are cut off; new ones go to other slots. Its return is an episode of cause preempted,
+    measured from the order to the first correct answer. Exits 1 when that does not come.
+    """
+    where = Where.find(config)
+    facts: dict[str, Any] = {"slot": slot}
+    if not resume:
+        facts["yielded_s"] = round(_yield(where, slot), 3)
+        _tell(as_json, f"{slot} has yielded after {facts['yielded_s']:.2f} s")
+    if pause is not None:
+        time.sleep(pause)
+    if resume or pause is not None:
+        episode = _resume(where, slot)
+        facts |= {
+            "episode": episode.id,
+            "outcome": episode.outcome,
+            "path": episode.path,
+            "reason": episode.reason,
+            "resumed_s": round(episode.total_s, 3),
+        }
+        _tell(as_json, f"{slot} is {episode.outcome} again after {episode.total_s:.2f} s ({episode.path})")
+    if as_json:
+        typer.echo(json.dumps(facts))
+    raise typer.Exit(0 if facts.get("outcome", "ready") == "ready" else 1)
+
+
+def _yield(where: Where, slot: str) -> float:
+    """Stop the engine and wait until all of it has gone; returns the seconds that took."""
+    if _child(where, slot)["state"] == "stopped":
+        raise _refused(slot, "it has yielded already", "readmit preempt --resume brings it back")
+    began = time.monotonic()
+    ask(where.runtime_dir, {"stop": slot})
+    while _child(where, slot)["state"] != "stopped":
+        time.sleep(_LOOK_S)
+    return time.monotonic() - began
+
+
+def _resume(where: Where, slot: str) -> Episode:
+    """Start the engine again and wait for the end of that recovery."""
+    if _child(where, slot)["state"] != "stopped":
+        raise _refused(slot, "it has not yielded", "readmit restart restarts an engine that runs")
+    id_ = ask(where.runtime_dir, {"restart": slot, "cause": "preempted"})["episode"]
+    journal, replay = Journal(where.journal, Context.from_environment()), Replay()
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        replay.catch_up(journal)
+        episode = replay.episode(id_)
+        if episode is not None and (not episode.is_open or time.monotonic() > deadline):
+            return episode
+        time.sleep(_LOOK_S)
+
+
+def _child(where: Where, slot: str) -> dict[str, Any]:
+    children: list[dict[str, Any]] = ask(where.runtime_dir, {"status": True})["children"]
+    for child in children:
+        if child["name"] == slot and child["role"] == "engine":
+            return child
+    there = ", ".join(child["name"] for child in children if child["role"] == "engine")
+    raise _refused(slot, "there is no such slot", f"Name one of {there or 'none'}")
+
+
+def _refused(slot: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError("preempt", f"slot {slot} is left as it is: {problem}", remedy=remedy)
+
+
+def _tell(as_json: bool, text: str) -> None:
+    typer.echo(text, err=as_json)

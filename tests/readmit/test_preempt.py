@@ -1,0 +1,52 @@
+"""``readmit preempt``: an engine yields, its weights stay, and it comes back on them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.readmit.nodes import place, wait_for
+from tests.readmit.test_drill import attaching
+from tests.readmit.test_up import Node
+
+from weightcache.process import Process
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with place(Node) as here:
+        here.configure()
+        here.environment["PYTHONPATH"] = ":".join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
+        yield here
+
+
+def test_an_engine_yields_and_comes_back_on_resident_weights(node: Node) -> None:
+    attaching(node, "client")
+    node.start("up")
+    wait_for(node.ready, "the gate lets traffic in")
+    wait_for(lambda: node.replay().episodes and not node.replay().open_episodes, "the start is closed")
+    before = node.children()["a"]
+    yielded = node.readmit("preempt", "a")
+    assert yielded.returncode == 0, yielded.stderr
+    assert Process.open(before["pid"], before["start_ticks"]) is None
+    assert node.children()["a"]["state"] == "stopped"
+    assert "has yielded already" in node.readmit("preempt", "a").stderr
+    assert len(node.replay().episodes) == 1, "to yield is no fault"
+
+    facts = json.loads(node.readmit("preempt", "a", "--resume", "--json").stdout)
+    assert (facts["outcome"], facts["path"]) == ("ready", "hit")
+    last = node.replay().episodes[-1]
+    assert (last.id, last.cause, last.verified) == (facts["episode"], "preempted", True)
+    assert last.total_s == pytest.approx(facts["resumed_s"], abs=0.001)
+    wait_for(node.ready, "the gate lets traffic in again")
+    assert "it has not yielded" in node.readmit("preempt", "a", "--resume").stderr
+
+
+def test_only_engines_yield(node: Node) -> None:
+    node.start("up")
+    wait_for(node.ready, "the gate lets traffic in")
+    refused = node.readmit("preempt", "daemon")
+    assert refused.returncode == 2
+    assert "Name one of a" in refused.stderr
