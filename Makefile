@@ -3,14 +3,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo model test lint venv system clean
+.PHONY: help demo model test test-engines lint venv system clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Programs that tests run for real, by their Debian package names.
-SYSTEM_PACKAGES := strace
+SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager
 # With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
 CI ?= false
 # Threads of torch in many test processes would otherwise spin against each other.
@@ -19,6 +19,7 @@ export OMP_WAIT_POLICY := passive
 help:
 	@echo "make demo [ARGS=...]          set everything up and show a recovery"
 	@echo "make test [PYTEST_ARGS=...]   lint, type check and test, as CI does"
+	@echo "make test-engines [FULL=1]     kill vLLM on every path, in an environment of its own (several GB)"
 	@echo "make lint | model | venv | clean"
 
 demo: model
@@ -29,6 +30,12 @@ model: $(VENV)/.installed-demo
 
 test: system lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Not part of `make test`: it needs an environment of several GB, and starts vLLM some twenty times.
+test-engines:
+	@python=$$(PYTHON=$(PYTHON) scripts/engines-env.sh)/bin/python; \
+	"$$python" -m pytest tests/engines $(PYTEST_ARGS); \
+	"$$python" -m tests.engines.recoveries --kills $(if $(FULL),10,3) $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """Small random checkpoints of real architectures, written by transformers' own classes."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -37,10 +39,22 @@ def _qwen3_moe() -> Any:
 ARCHITECTURES: Final[dict[str, Callable[[], Any]]] = {"llama": _llama, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe}
 
 
-def write(architecture: str, folder: Path) -> Path:
-    """Write a checkpoint in bf16; the same architecture gives the same bytes."""
+def write(architecture: str, folder: Path, *, tokenizer_of: Path | None = None) -> Path:
+    """Write a checkpoint in bf16; the same architecture gives the same bytes.
+
+    Args:
+        architecture: one of `ARCHITECTURES`.
+        folder: the folder to make.
+        tokenizer_of: a checkpoint whose tokenizer and vocabulary it gets.
+    """
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](), dtype=torch.bfloat16)
+    config = ARCHITECTURES[architecture]()
+    if tokenizer_of is not None:
+        config.vocab_size = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in tokenizer_of.glob("tokenizer*.json"):
+            shutil.copy(file, folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:  # wide enough that greedy decoding does not hang on rounding

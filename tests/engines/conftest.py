@@ -1,4 +1,4 @@
-"""Tests with real engines. They run where vLLM is installed (``make test-engines``), and are not collected elsewhere."""
+"""Tests with real engines: run where vLLM is installed (``make test-engines``), not collected elsewhere."""
 
 import importlib.util
 import os

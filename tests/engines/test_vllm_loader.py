@@ -1,7 +1,7 @@
 """Load format ``weightcache`` in vLLM: the same bytes, the same answers, and every refusal with its reason."""
 
+import copy
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -17,9 +17,10 @@ from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-from weightcache.errors import ConfigError
+from weightcache.errors import CacheMiss, CheckpointError, ConfigError
 from weightcache.integrations import vllm_loader
 from weightcache.integrations.vllm import is_tested
 from weightcache.integrations.vllm_loader import WeightCacheLoader
@@ -58,8 +59,15 @@ def options(socket: Path, mode: str = "client") -> dict[str, Any]:
 
 
 def engine(checkpoint: Path, **arguments: Any) -> Any:
+    # vLLM sets it for processes that it will start; its next engine's look at the model's class would fail on it.
+    os.environ.pop("LD_PRELOAD", None)
     return LLM(
-        str(checkpoint), skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, disable_log_stats=True, **arguments
+        str(checkpoint),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        disable_log_stats=True,
+        **arguments,
     )
 
 
@@ -72,10 +80,6 @@ def answers(llm: Any) -> list[tuple[list[int], list[float]]]:
         steps = zip(output.token_ids, output.logprobs, strict=True)
         found.append((list(output.token_ids), [step[token].logprob for token, step in steps]))
     return found
-
-
-def loader_of(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
 
 
 class Capture:
@@ -120,3 +124,99 @@ def test_disk_and_cache_give_the_same_bytes_and_the_same_answers(
     assert told[0].startswith("loaded weights from disk; the weight cache is off")
     assert told[1].startswith("loaded weights from disk, published as generation")
     assert told[2].startswith("mapped ")
+
+
+@pytest.fixture
+def vllm_config(llama: Path) -> Iterator[VllmConfig]:
+    """A configuration in force, and the parallel groups of one rank."""
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+
+    _set_torch_accelerator_to_noop()
+    config = EngineArgs(model=str(llama), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{llama}-rendezvous", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield config
+        cleanup_dist_env_and_memory()
+
+
+def load(config: VllmConfig, socket: Path, **extra: Any) -> tuple[torch.nn.Module, WeightCacheLoader]:
+    config.load_config.load_format = "weightcache"
+    config.load_config.model_loader_extra_config = {"socket": str(socket), **extra}
+    loader = get_model_loader(config.load_config)
+    assert isinstance(loader, WeightCacheLoader)
+    return loader.load_model(config, config.model_config), loader
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "detail"),
+    [
+        (lambda config: setattr(config.model_config, "enable_sleep_mode", True), "state_unrestorable", None),
+        (lambda config: setattr(config.parallel_config, "enable_eplb", True), "state_unrestorable", None),
+        (lambda config: setattr(config.offload_config.uva, "cpu_offload_gb", 1), "state_unrestorable", None),
+        (lambda config: setattr(config.model_config, "quantization", "fp8"), "quant_not_allowed", "other"),
+    ],
+    ids=["sleep mode", "moving experts", "offloading", "quantised by vLLM itself"],
+)
+def test_what_cannot_travel_is_refused_before_a_byte_is_loaded(
+    vllm_config: VllmConfig, daemon: Path, change: Any, reason: str, detail: str | None
+) -> None:
+    change(vllm_config)
+    with pytest.raises(CacheMiss) as refused:
+        load(vllm_config, daemon, policies={reason: "fail"})
+    assert (refused.value.reason, refused.value.detail) == (reason, detail)
+
+
+def test_a_draft_model_is_loaded_from_disk_and_publishes_nothing(vllm_config: VllmConfig, daemon: Path) -> None:
+    vllm_config.load_config.load_format = "weightcache"
+    vllm_config.load_config.model_loader_extra_config = {"socket": str(daemon)}
+    loader = get_model_loader(vllm_config.load_config)
+    draft = loader.load_model(vllm_config, copy.copy(vllm_config.model_config))
+    assert loader.outcome is None
+    assert not any(parameter.is_meta for parameter in draft.parameters())
+    assert "_weightcache_lease" not in draft.__dict__
+
+
+def test_files_that_change_while_they_are_read_are_not_published(
+    vllm_config: VllmConfig, daemon: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shard] = llama.glob("*.safetensors")
+    bytes_before = shard.read_bytes()
+    read = DefaultModelLoader.load_weights
+
+    def meddle(*arguments: Any) -> None:
+        read(*arguments)
+        shard.write_bytes(bytes_before[:-2] + b"\x11\x22")
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", meddle)
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            load(vllm_config, daemon)
+    finally:
+        shard.write_bytes(bytes_before)
+    assert refused.value.reason == "changed"
+
+
+def test_a_second_load_in_one_process_leaves_no_layer_behind(vllm_config: VllmConfig, daemon: Path) -> None:
+    layers = vllm_config.compilation_config.static_forward_context
+    model, loader = load(vllm_config, daemon)
+    assert loader.outcome is not None
+    assert loader.outcome.path == "miss"
+    modules = set(map(id, model.modules()))
+    assert len(layers) == 2
+    assert all(id(layer) in modules for layer in layers.values()), "the skeleton's layers are forgotten"
+
+
+@pytest.mark.parametrize("extra", [{"mode": "sometimes"}, {"sockets": "/tmp/x"}])
+def test_an_unknown_option_is_an_error_that_names_it(vllm_config: VllmConfig, extra: dict[str, str]) -> None:
+    vllm_config.load_config.load_format = "weightcache"
+    vllm_config.load_config.model_loader_extra_config = extra
+    with pytest.raises(ConfigError, match=next(iter(extra.values()) if "mode" in extra else iter(extra))):
+        get_model_loader(vllm_config.load_config)
+
+
+def test_only_tested_releases_get_the_load_format() -> None:
+    assert is_tested("0.32.0")
+    assert is_tested("0.32.1.dev3")
+    assert not is_tested("0.33.0")
+    assert not is_tested("0.3")
