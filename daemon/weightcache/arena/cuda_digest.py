@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weightcache.arena.cuda_driver import Driver, DriverError
+from weightcache.digest import tensor_memory
 
 ALGORITHM: Final = "mix64"
 SIZE: Final = 8
@@ -155,7 +156,8 @@ class Kernel:
 
 def _collect(sums: torch.Tensor, *_read: object) -> bytes:
     """The digests, once the kernel has written them and so has no more use for what it reads."""
-    return sums.cpu().numpy().astype("<i8", copy=False).tobytes()
+    found = sums.cpu()
+    return bytes(tensor_memory(found))  # hosts of NVIDIA GPUs are little-endian
 
 
 _kernels: dict[tuple[int, int], Kernel | None] = {}
