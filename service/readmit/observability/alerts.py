@@ -195,8 +195,8 @@ class Alerts:
             "ReadmitReadinessBudgetBurn",
             "ticket",
             f"({fast(burn.long)})\nand\n({fast(burn.short)})",
-            f"{{{{ $labels.job }}}} burns its {{{{ $labels.clock }}}} readiness budget over {burn.factor:g} times too fast "
-            f"({burn.long})",
+            "{{ $labels.job }} burns its {{ $labels.clock }} readiness budget over "
+            f"{burn.factor:g} times too fast ({burn.long})",
             "Not ready for {{ $value | humanizePercentage }} of the time, without planned recoveries within their "
             "deadline. Every single recovery may have been in time.",
             long=burn.long,
