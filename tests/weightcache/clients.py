@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection as Pipe
@@ -12,8 +13,9 @@ from typing import Any
 from tests.weightcache.models import config, contents, loader, skeleton
 
 from weightcache import messages
-from weightcache.attachment import Attachment
+from weightcache.attachment import Attachment, Progress
 from weightcache.binding import Binding
+from weightcache.client import _Recovery as Recovery
 from weightcache.client import attach
 from weightcache.errors import CacheMiss
 from weightcache.journal import Context, Journal
@@ -86,21 +88,25 @@ def write_into(pipe: Pipe, socket: Path, name: str) -> None:
     pipe.recv()
 
 
-def stop_in(pipe: Pipe, socket: Path, name: str, part: str, load: bool) -> None:
-    """Attach (or load and publish), and stop when a part of it begins, to be killed there."""
+def stop_in(pipe: Pipe, socket: Path, name: str, part: str, load: bool, journal: Path | None = None) -> None:
+    """Attach (or load and publish), and stop when a part of it begins for the first time, to be killed there."""
     begin = Attachment.part
 
     @contextmanager
     def stopping(self: Attachment, named: str) -> Iterator[None]:
         with begin(self, named):
             if named == part:
+                Attachment.part = begin  # type: ignore[method-assign]
                 pipe.send(part)
                 pipe.recv()
             yield
 
     Attachment.part = stopping  # type: ignore[method-assign, assignment]
     model = skeleton()
-    attach(model, config(name), load=loader(model) if load else None, load_bytes=1, socket=socket, verify=1.0)
+    where = Journal(journal, Context("n", "a"))
+    read = loader(model) if load else None
+    attach(model, config(name), load=read, load_bytes=1, socket=socket, journal=where, verify=1.0)
+    pipe.recv()
 
 
 def stop_half_bound(pipe: Pipe, socket: Path, name: str) -> None:
@@ -141,3 +147,60 @@ def load_as(pipe: Pipe, socket: Path, uid: int) -> None:
         except CacheMiss as miss:
             answers.append(miss.to_dict())
     pipe.send(answers)
+
+
+def load_slowly(pipe: Pipe, socket: Path, name: str) -> None:
+    """Find nothing, say so, and go on to claim and load only when told; then say what came of it."""
+    model, loads = skeleton(), []
+    claim = Recovery._claim
+
+    def claiming(self: Recovery, replace: bool) -> CacheMiss | None:
+        if not loads:
+            loads.append(0)
+            pipe.send("absent")
+            pipe.recv()
+        return claim(self, replace)
+
+    def loading(progress: Progress) -> None:
+        loads.append(1)
+        loader(model)(progress)
+
+    Recovery._claim = claiming  # type: ignore[method-assign]
+    outcome = attach(model, config(name), load=loading, load_bytes=1, socket=socket, journal=Journal(None))
+    pipe.send((outcome.generation, sum(loads), contents(model)))
+    pipe.recv()
+
+
+def own_daemon(pipe: Pipe, socket: Path, journal: Path, detach: bool) -> None:
+    """Attach in mode daemon; say the outcome, or the reason and detail of a miss."""
+    os.environ["READMIT_JOURNAL"] = str(journal)
+    model = skeleton()
+    command = [sys.executable, "-c", "from tests.weightcache.clients import work; work()"]
+    where = Journal(journal, Context("n", "a"))
+    try:
+        outcome = attach(
+            model, config(), mode="daemon", load_command=command, socket=socket, journal=where, detach=detach
+        )
+    except CacheMiss as miss:
+        pipe.send((miss.reason, miss.detail))
+        return
+    pipe.send((outcome, contents(model)))
+    pipe.recv()
+
+
+def work() -> None:
+    """The load worker of `own_daemon`: loads, publishes and exits."""
+    model = skeleton()
+    outcome = attach(model, config(), load=loader(model), load_bytes=1)
+    sys.exit(0 if outcome.generation else str(outcome))
+
+
+def load_in_a_cgroup(pipe: Pipe, socket: Path, group: Path, load_bytes: int) -> None:
+    """With 300 MiB of memory left, load what is said to take so much; say the outcome or the miss."""
+    (group / "memory.limit_in_bytes").write_text(str(300 << 20))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    model = skeleton()
+    try:
+        pipe.send(attach(model, config(), load=loader(model), load_bytes=load_bytes, socket=socket))
+    except CacheMiss as miss:
+        pipe.send(miss.to_dict())
