@@ -20,7 +20,7 @@ from weightcache.process import Process
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Place")
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 def wait_for(condition: Callable[[], T], what: str) -> T:

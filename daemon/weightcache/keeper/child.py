@@ -132,8 +132,9 @@ class Child:
         """What a successor needs to know."""
         if self.inherited is not None:
             return self.inherited
-        pid, ticks = self.leader or (None, None)
-        return ChildRecord(self.name, self.role, self.state, pid, ticks, self.ready, self.since_ns)
+        (pid, ticks), place = self.leader or (None, None), self.context
+        episode, attempt = (place.episode, place.attempt) if place else (None, None)
+        return ChildRecord(self.name, self.role, self.state, pid, ticks, self.ready, self.since_ns, episode, attempt)
 
     @property
     def at_rest(self) -> bool:
@@ -225,9 +226,7 @@ class Child:
             "uptime_s": round((boottime_ns() - self.since_ns) / 1e9, 3) if self.process else None,
             "starts": self.starts,
             "stored": len(self.store),
-            "episode": slot.episode if slot else None,
             "episode_open": slot.is_open if slot else None,
-            "attempt": slot.attempt if slot else None,
             "next_start_s": round(max(0.0, self.next_start - time.monotonic()), 3) if self.next_start else None,
             "output": str(self.output.path) if self.output else None,
         }

@@ -9,15 +9,20 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from weightcache.errors import ConfigError
 from weightcache.journal import boot_id
 from weightcache.paths import checked_socket_path, private_dir
 
+STATE_FILE: Final = "keeper.json"
+
 
 class ChildRecord(NamedTuple):
-    """One child as its keeper knew it last. ``pid`` is None while it had no process."""
+    """One child as its keeper knew it last.
+
+    ``pid`` is None while it had no process; ``episode`` and ``attempt`` are None for all but engines.
+    """
 
     name: str
     role: str
@@ -26,6 +31,8 @@ class ChildRecord(NamedTuple):
     start_ticks: int | None
     ready: bool
     since_ns: int
+    episode: str | None = None
+    attempt: int | None = None
 
 
 class KeeperState:
@@ -40,7 +47,7 @@ class KeeperState:
         self.folder = private_dir(private_dir(runtime_dir) / "keeper")
         self.control_path = runtime_dir / "keeper.sock"
         self._runtime_dir = runtime_dir
-        self._file = runtime_dir / "keeper.json"
+        self._file = runtime_dir / STATE_FILE
         self._lock_path = _lock_path(runtime_dir)
         self._lock = _acquire(runtime_dir)
         os.ftruncate(self._lock, 0)
@@ -79,7 +86,7 @@ class KeeperState:
 def read(runtime_dir: Path) -> tuple[int | None, list[ChildRecord]]:
     """The pid and the children of the keeper that looks after a runtime folder, or did last in this boot."""
     try:
-        data: dict[str, Any] = json.loads((runtime_dir / "keeper.json").read_text())
+        data: dict[str, Any] = json.loads((runtime_dir / STATE_FILE).read_text())
         if data["boot_id"] != boot_id():
             return None, []
         return data["pid"], [ChildRecord(**item) for item in data["children"]]
@@ -88,9 +95,9 @@ def read(runtime_dir: Path) -> tuple[int | None, list[ChildRecord]]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             "keeper_state",
-            f"the state of an earlier keeper in {runtime_dir / 'keeper.json'} cannot be read: {error}",
+            f"the state of an earlier keeper in {runtime_dir / STATE_FILE} cannot be read: {error}",
             remedy="End the processes it started, then remove the file",
-            path=str(runtime_dir / "keeper.json"),
+            path=str(runtime_dir / STATE_FILE),
         ) from error
 
 

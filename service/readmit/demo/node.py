@@ -22,7 +22,8 @@ from weightcache.keeper.control import ask
 from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
-READY_LIMIT_S: Final = 180.0
+READY_LIMIT_S: Final = 600.0
+"""Also a machine that is busy with ten other things gets there."""
 MAX_IN_FLIGHT: Final = 16
 """Where the steady client asks more than this machine answers, it is told so at once instead of queueing."""
 
@@ -88,6 +89,8 @@ class Node:
             f'listen = "127.0.0.1:{self.gate_port}"',
             f"probes = {json.dumps(str(self.probes))}",
             f"max_in_flight = {MAX_IN_FLIGHT}",
+            "probe_limit_s = 60",
+            "hang_limit_s = 60",
             "[[slot]]",
             'name = "a"',
             f"model = {json.dumps(str(self.model))}",

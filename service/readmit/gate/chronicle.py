@@ -10,15 +10,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from readmit.gate.process import Engine
+from readmit.gate.records import Records
 from weightcache.episodes import Attempt, Episode, Replay, Slot
 from weightcache.errors import ConfigError
 from weightcache.journal import Context, Event, Journal, boottime_ns, new_episode_id
 
 HISTORY: Final = 20
 """Recoveries of a slot that expectations rest on."""
+
+
+class _Ahead(NamedTuple):
+    """An engine and the attempt that it is, by the keeper's word."""
+
+    engine: Engine
+    episode: str
+    attempt: int
 
 
 class Chronicle:
@@ -28,9 +37,10 @@ class Chronicle:
         path: the journal, or None: then nothing is known and nothing is kept.
         node: what this node is called in it.
         slots: the names of the gate's slots.
+        records: the keeper's, for what a busy database keeps from the journal.
     """
 
-    def __init__(self, path: Path | None, node: str, slots: Sequence[str]) -> None:
+    def __init__(self, path: Path | None, node: str, slots: Sequence[str], records: Records) -> None:
         context = Context(node or Context.from_environment().node)
         self.node = context.node
         self.replay = Replay(keep=HISTORY * len(slots))
@@ -38,6 +48,7 @@ class Chronicle:
         self.failure: str | None = None
         """Why the journal could not be read at the last attempt."""
         self._slots = slots
+        self._records = records
         self._rewound = False
         self._reader = Journal(path, context)
         self._writer = Journal(path, context)
@@ -78,6 +89,8 @@ class Chronicle:
 
     def engine(self, slot: str) -> Engine | None:
         """The living process that the keeper runs in a slot, None if there is none."""
+        if (ahead := self._ahead(slot)) is not None:
+            return ahead.engine
         attempt = self._attempt(slot)
         if attempt is None or attempt.pid is None or attempt.start_ticks is None:
             return None
@@ -86,15 +99,19 @@ class Chronicle:
 
     def generation(self, slot: str) -> str | None:
         """The weights that a slot's engine mapped or published: one generation, or one a rank joined by ``+``."""
-        ranks = self._generations.get(slot, {})
+        ranks = self._generations.get(slot, {}) if self._ahead(slot) is None else {}
         return "+".join(ranks[rank] for rank in sorted(ranks)) or None
 
     def mapped(self, slot: str) -> set[str]:
         """The resident generations that a slot's engine mapped, and did not itself load from disk."""
-        return self._mapped.get(slot, set())
+        return self._mapped.get(slot, set()) if self._ahead(slot) is None else set()
 
     def context(self, slot: str) -> Context:
         """Where an event of this slot happens: in whatever episode and attempt it is in."""
+        if (ahead := self._ahead(slot)) is not None:
+            known = self.replay.episode(ahead.episode)
+            if known is None or known.is_open:
+                return Context(self.node, slot, ahead.episode, ahead.attempt)
         episode = self.episode(slot)
         if episode is None:
             return Context(self.node, slot)
@@ -170,6 +187,16 @@ class Chronicle:
     ) -> None:
         at = boottime_ns() if at_ns is None else at_ns
         self._thread.submit(self._writer.append, kind, name, attributes, at_ns=at, context=context)
+
+    def _ahead(self, slot: str) -> _Ahead | None:
+        """The living engine that the keeper has written down and the journal does not tell of yet."""
+        record, attempt = self._records.of(slot), self._attempt(slot)
+        if record is None or not (record.pid and record.start_ticks and record.episode and record.attempt):
+            return None
+        engine = Engine(record.pid, record.start_ticks)
+        if attempt is not None and engine == (attempt.pid, attempt.start_ticks):
+            return None
+        return _Ahead(engine, record.episode, record.attempt) if engine.alive else None
 
     def _attempt(self, slot: str) -> Attempt | None:
         # An episode that the gate opened itself has no attempt of its own yet: the engine is still the last one's.

@@ -14,6 +14,7 @@ from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
 from readmit.gate.outlook import Outlook
 from readmit.gate.problem import Problem
+from readmit.gate.records import Records
 from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
 from readmit.gate.slots import Slot, Transition
@@ -45,7 +46,7 @@ class Gate:
         names = [slot.name for slot in settings.slots]
         self.settings = settings
         self.metrics = GateMetrics(registry, names)
-        self.chronicle = Chronicle(settings.journal, settings.node, names)
+        self.chronicle = Chronicle(settings.journal, settings.node, names, Records(settings.runtime_dir))
         self.probes = ProbeFile(settings.probes)
         self.slots = [Slot(slot.name, slot.url, (self._journal, self.metrics.transition)) for slot in settings.slots]
         means = Means(

@@ -99,7 +99,7 @@ class GateServer(uvicorn.Server):
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         self._notifier.ready(f"listening on {host}:{port}")
-        print(f"readmit gate: listening on {host}:{port}", flush=True)
+        log.info("listening on %s:%s", host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains; a second one ends at once. Either way the exit code is the gate's own."""
