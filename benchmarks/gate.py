@@ -67,11 +67,11 @@ async def engine(port: int) -> None:
 class Process:
     """A child, killed when the benchmark ends."""
 
-    children: list[subprocess.Popen[str]] = []  # noqa: RUF012 - the one list of this program's children
+    children: list[subprocess.Popen[bytes]] = []  # noqa: RUF012 - the one list of this program's children
 
     def __init__(self, *argv: str) -> None:
         command = [sys.executable, *argv]
-        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.children.append(self.popen)
 
     def kill(self) -> None:
@@ -83,10 +83,10 @@ class Gate(Process):
 
     def __init__(self, probes: Path, *ports: int) -> None:
         slots = [option for port in ports for option in ("--slot", f"s{port}=http://127.0.0.1:{port}")]
-        where = ["--listen", "127.0.0.1:0", "--probes", str(probes), "--journal", str(probes.with_name("journal"))]
+        address = f"127.0.0.1:{free_port()}"
+        where = ["--listen", address, "--probes", str(probes), "--journal", str(probes.with_name("journal"))]
         super().__init__("-m", "readmit.gate", "--unsupervised", *where, *slots)
-        assert self.popen.stdout is not None
-        self.url = "http://" + self.popen.stdout.readline().split()[-1]
+        self.url = f"http://{address}"
 
 
 def start_engine(port: int) -> Process:
@@ -185,10 +185,13 @@ async def reactions(options: argparse.Namespace, probes: Path) -> dict[str, list
     alone, both = Gate(probes, first), Gate(probes, first, second)
     found: dict[str, list[float]] = {"opens_ms": [], "shuts_ms": [], "moves_on_ms": []}
     async with client() as session:
+        for gate in (alone, both):  # their own start is not what is measured
+            await until(lambda url=gate.url: _is(session, f"{url}/livez", 200))
         for _ in range(options.kills):
             active = start_engine(first)
             await until(lambda: _is(session, f"http://127.0.0.1:{first}/v1/models", 200))
             found["opens_ms"].append(1000 * await until(lambda: _is(session, f"{alone.url}/readyz", 200)))
+            await until(lambda: _is(session, f"{both.url}/readyz", 200))
             await until(lambda: _serves(session, both.url, f"s{first}"))
             await asyncio.sleep(0.2)
             began = time.perf_counter()
