@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-engines lint venv system clean
+.PHONY: help demo model test fuzz test-engines lint venv system clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +20,7 @@ help:
 	@echo "make demo [ARGS=...]          set everything up and show a recovery"
 	@echo "make test [PYTEST_ARGS=...]   lint, type check and test, as CI does"
 	@echo "make test-engines [FULL=1]     kill vLLM on every path, in an environment of its own (several GB)"
+	@echo "make fuzz [ARGS=...]           200,000 frames and 100,000 manifests that are damaged, made up or hostile"
 	@echo "make lint | model | venv | clean"
 
 demo: model
@@ -36,6 +37,9 @@ test-engines:
 	@python=$$(PYTHON=$(PYTHON) scripts/engines-env.sh)/bin/python; \
 	"$$python" -m pytest tests/engines $(PYTEST_ARGS); \
 	"$$python" -m tests.engines.recoveries --kills $(if $(FULL),10,3) $(ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/fuzz.py $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

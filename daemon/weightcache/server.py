@@ -141,7 +141,8 @@ class Server:
                 await asyncio.sleep(0)  # or one client that asks fast enough would be the only one served
         except Hangup as reason:
             _log.debug("pid %d: %s", channel.peer.pid, reason)
-            self.registry.refused["timeout"] += reason.late
+            if reason.late:
+                self.registry.refused["timeout"] += 1
         except CacheMiss as miss:  # of the connection itself: it ends once the client has been told
             place = session.context._asdict() if session.context else None
             _log.warning("pid %d (uid %d): %s", channel.peer.pid, channel.peer.uid, miss, extra=place)
