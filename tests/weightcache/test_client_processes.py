@@ -2,15 +2,23 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from socket import socket as Socket  # noqa: N812 - a type beside fixtures of that name
 
 import pytest
+import torch
 from tests.weightcache import clients
 from tests.weightcache.caches import Cache, KeptCache, descriptors, memory_files, wait_for
-from tests.weightcache.models import Tiny, config, contents, fill
+from tests.weightcache.models import Tiny, become, config, contents, fill
 from tests.weightcache.publishing import packed, publish
+from torch import nn
 
+from weightcache import protocol
+from weightcache.attachment import Progress
+from weightcache.client import attach
 from weightcache.process import Process
 
 GOOD = Tiny()
@@ -60,6 +68,61 @@ def test_when_a_loader_is_killed_one_of_those_who_wait_loads(served: Cache) -> N
             assert (path, found) == ("miss", GOOD_CONTENTS)
             assert [each["generation"] for each in served.generations()] == [generation]
     assert len(served.lookups()) == 1
+
+
+NAMESPACES = ["unshare", "--mount", "--pid", "--fork", "--mount-proc"]
+ELSEWHERE = """
+import subprocess
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", "/dev/shm"], check=True)
+from tests.weightcache.models import config, skeleton
+from weightcache.client import attach
+print(attach(skeleton(), config()).path)
+"""
+
+
+def test_a_client_in_namespaces_of_its_own_maps_all_the_same(served: Cache) -> None:
+    """Other pids, and no shared memory file system to speak of: descriptors need neither."""
+    if os.getuid() != 0:
+        pytest.skip("namespaces take root")
+    publish(served, packed())
+    elsewhere = served.run([*NAMESPACES, sys.executable, "-c", ELSEWHERE])
+    said, _ = elsewhere.communicate(timeout=120)
+    assert said.strip() == "hit", said
+
+
+def test_weights_never_travel_by_value(served: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred MiB are published and mapped; what crosses the socket is counted."""
+    crossed: list[int] = []
+    send, receive = protocol.send_frame, protocol.receive_some
+
+    def sending(connection: Socket, frame: memoryview, files: Sequence[int]) -> int:
+        crossed.append(send(connection, frame, files))
+        return crossed[-1]
+
+    def receiving(connection: Socket, size: int, into: list[int]) -> bytes:
+        data = receive(connection, size, into)
+        crossed.append(len(data))
+        return data
+
+    monkeypatch.setattr(protocol, "send_frame", sending)
+    monkeypatch.setattr(protocol, "receive_some", receiving)
+
+    def make() -> nn.Module:
+        module = nn.Module()
+        module.register_parameter("large", nn.Parameter(torch.empty(100 << 20, dtype=torch.uint8), requires_grad=False))
+        return module
+
+    with torch.device("meta"):
+        models = [make(), make()]
+    for model, path in zip(models, ("miss", "hit"), strict=True):
+        read = partial(_become_large, model, make)
+        outcome = attach(model, config("large"), load=read, load_bytes=100 << 20, socket=served.socket)
+        assert (outcome.path, outcome.bytes) == (path, 100 << 20)
+    assert sum(crossed) < 1 << 20
+
+
+def _become_large(model: nn.Module, make: Callable[[], nn.Module], _: Progress) -> None:
+    become(model, make())
 
 
 PARTS = ("connect", "match", "map", "verify", "bind", "buffers")
