@@ -95,9 +95,9 @@ def test_an_engine_may_die_at_any_moment(golden: Path, options: list[str], tmp_p
     with ending(gate):
         for number in range(15):
             engine = ScriptedEngine(port)
-            until(lambda: gate.slot()["state"] in ("verifying", "ready"), "the gate to see it")
-            time.sleep(0.004 * number)
-            engine.end()
+            with ending(engine):
+                until(lambda: gate.slot()["state"] in ("verifying", "ready"), "the gate to see it")
+                time.sleep(0.004 * number)
             gone = engine.pid
             until(lambda: gate.slot()["pid"] != gone, "the gate to let go of it")  # noqa: B023 - called at once
             assert not gate.ready
