@@ -1,6 +1,7 @@
 """``python -m readmit.observability``: write the rules or the dashboards, or check those that are there."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from readmit.observability.alerts import Alerts
 from readmit.observability.config import Settings
+from readmit.observability.dashboards import dashboards
 from readmit.observability.rules import recording_rules
 from readmit.observability.yaml import dump
 
@@ -20,10 +22,19 @@ def rules(settings: Settings) -> dict[Path, str]:
     }
 
 
+def dashboard_files(settings: Settings) -> dict[Path, str]:
+    """The dashboards by their path."""
+    return {
+        Path(f"dashboards/{it.uid}.json"): json.dumps(it.build(settings.runbooks), indent=1) + "\n"
+        for it in dashboards()
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     settings = Settings(**{name: value for name, value in vars(options).items() if name in Settings.__annotations__})
-    return _check(options.into, rules(settings)) if options.check else _write(options.into, rules(settings))
+    files = rules(settings) if options.what == "rules" else dashboard_files(settings)
+    return _check(options.into, files) if options.check else _write(options.into, files)
 
 
 def _rule_file(groups: list[dict[str, Any]]) -> str:
