@@ -228,6 +228,7 @@ def pod() -> Iterator[Pod]:
                     os.kill(child["pid"], signal.SIGKILL)
 
 
+@pytest.mark.timeout(900)
 def test_the_death_of_the_whole_engine_container_leaves_the_weights(pod: Pod) -> None:
     pod.container("cache")
     engine = pod.container("engine")

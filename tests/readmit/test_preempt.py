@@ -14,6 +14,9 @@ from weightcache.process import Process
 ROOT = Path(__file__).parents[2]
 
 
+pytestmark = pytest.mark.timeout(900)
+
+
 @pytest.fixture
 def node() -> Iterator[Node]:
     with place(Node) as here:

@@ -64,7 +64,7 @@ def traffic(listen: str | None) -> Traffic:
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/api/status"
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=30) as reply:
             facts: dict[str, Any] = json.load(reply)
     except (OSError, ValueError) as error:
         return Traffic(problem=f"the gate at {listen} does not say: {error}")
