@@ -188,17 +188,21 @@ class _Load:
                     path=folder.path,
                 )
 
-        return attach(
-            self.model,
-            cache_config(self._vllm_config, self.model_config, folder, digest),
-            mode=self._loader.mode,
-            load=load,
-            load_bytes=_bytes(self.model),
-            journal=self._journal,
-            device=self._target.index if self._target.type == "cuda" else None,
-            barred=barred(self._vllm_config, self.model_config, folder),
-            **self._loader.options,
-        )
+        try:
+            return attach(
+                self.model,
+                cache_config(self._vllm_config, self.model_config, folder, digest),
+                mode=self._loader.mode,
+                load=load,
+                load_bytes=_bytes(self.model),
+                journal=self._journal,
+                device=self._target.index if self._target.type == "cuda" else None,
+                barred=barred(self._vllm_config, self.model_config, folder),
+                **self._loader.options,
+            )
+        except BaseException:
+            forget()  # or the next model in this process would get the skeleton's rotary embeddings
+            raise
 
     def _read_privately(self) -> Outcome:
         self._journal.append("lookup", "off", {"mode": "off"})
