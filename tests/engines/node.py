@@ -28,7 +28,7 @@ PATIENCE_S: Final = 1200.0
 MODULE: Final = "vllm.entrypoints.openai.api_server"
 NAME: Final = "model"
 PROMPTS: Final = ("The capital of France is", "Water freezes at zero degrees and boils at")
-_SEGMENT: Final = re.compile(r"/dev/shm/(\S+)")
+_SEGMENT: Final = re.compile(r" (\d+) +/dev/shm/")
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -153,7 +153,9 @@ class Node:
         old = {
             pid: stat.start_ticks for group in pids.values() for pid in group if (stat := Stat.read(pid)) is not None
         }
-        segments = {name for pid in old for name in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text())}
+        inodes = {int(inode) for pid in old for inode in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text())}
+        with os.scandir("/dev/shm") as entries:
+            segments = {entry.name for entry in entries if entry.inode() in inodes}
         os.kill(pids[part][0], signal.SIGKILL)
         wait_for(lambda: len(self.closed()) > before, f"recovery from the death of {part}")
         left = [pid for pid, ticks in old.items() if (stat := Stat.read(pid)) and stat.start_ticks == ticks]

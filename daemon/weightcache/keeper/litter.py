@@ -16,14 +16,13 @@ from typing import Final
 from weightcache.process import Stat
 
 FOLDER: Final = Path("/dev/shm")
-_MAPPED: Final = re.compile(
-    rb" (\d+) +/dev/shm/("
-    rb"psm_[0-9a-f]+"  # Python's multiprocessing.shared_memory
-    rb"|sem\.mp-[^\n ]+"  # its semaphores
-    rb"|[^\n ]+cpushm[^\n ]*"  # vLLM's tensor parallelism on the CPU
-    rb")\n"
+_NAMES: Final = re.compile(
+    r"psm_[0-9a-f]+"  # Python's multiprocessing.shared_memory
+    r"|sem\.mp-.+"  # its semaphores
+    r"|.+cpushm.*"  # vLLM's tensor parallelism on the CPU
 )
-"""Inode and name in a line of ``/proc/PID/maps``. A removed file's line ends in `` (deleted)`` and does not match."""
+_MAPPED: Final = re.compile(rb" (\d+) +/dev/shm/")
+"""The inode in a line of ``/proc/PID/maps``; not the name, since a semaphore's maker maps it under another one."""
 
 
 class Litter:
@@ -34,17 +33,20 @@ class Litter:
 
     def note(self, session: int) -> None:
         """Note what the processes of a session map now."""
+        inodes: set[int] = set()
         for pid in _processes():
             stat = Stat.read(pid)
             if stat is not None and stat.session == session:
-                self._noted.update(_segments(pid))
+                inodes.update(_mapped(pid))
+        if inodes:
+            self._noted.update((name, inode) for name, inode in _segments() if inode in inodes)
 
     def clear(self) -> list[str]:
         """Remove what was noted and nobody maps; returns the names. Call it once the session is dead."""
         if not self._noted:
             return []
-        in_use = {segment for pid in _processes() for segment in _segments(pid)}
-        removed = [name for name, inode in sorted(self._noted - in_use) if _remove(FOLDER / name, inode)]
+        in_use = {inode for pid in _processes() for inode in _mapped(pid)}
+        removed = [name for name, inode in sorted(self._noted) if inode not in in_use and _remove(FOLDER / name, inode)]
         self._noted.clear()
         return removed
 
@@ -53,11 +55,16 @@ def _processes() -> Iterator[int]:
     return (int(entry) for entry in os.listdir("/proc") if entry.isdecimal())
 
 
-def _segments(pid: int) -> Iterable[tuple[str, int]]:
+def _mapped(pid: int) -> Iterable[int]:
     # A process of another user cannot be read; nor can it map what only our user may open.
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
-        return [(name.decode(errors="surrogateescape"), int(inode)) for inode, name in _MAPPED.findall(file.read())]
+        return [int(inode) for inode in _MAPPED.findall(file.read())]
     return []
+
+
+def _segments() -> Iterator[tuple[str, int]]:
+    with os.scandir(FOLDER) as entries:
+        yield from ((entry.name, entry.inode()) for entry in entries if _NAMES.fullmatch(entry.name))
 
 
 def _remove(path: Path, inode: int) -> bool:

@@ -1,6 +1,7 @@
 """Shared memory that killed engines leave behind: what is removed, and everything that is not."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ for path in sys.argv[1:]:
     os.ftruncate(descriptor, 4096)
     globals()[path] = mmap.mmap(descriptor, 4096)
 print("mapped", flush=True)
+input()
+"""
+
+MAKER = """
+import multiprocessing
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name, flush=True)
 input()
 """
 
@@ -78,6 +86,25 @@ def test_another_file_of_the_same_name_stays(names: list[Path]) -> None:
     names[0].touch()
     assert litter.clear() == []
     assert names[0].exists()
+
+
+def test_a_semaphore_is_found_though_its_maker_maps_it_under_another_name() -> None:
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert maker.stdout is not None
+    name = "sem." + maker.stdout.readline().strip().lstrip("/")
+    assert (FOLDER / name).exists()
+    litter = Litter()
+    litter.note(maker.pid)
+    os.killpg(maker.pid, signal.SIGKILL)  # with its resource tracker, as a keeper clears a session
+    maker.communicate()
+    assert litter.clear() == [name]
+    assert not (FOLDER / name).exists()
 
 
 def test_what_nobody_noted_stays(names: list[Path]) -> None:
