@@ -34,7 +34,7 @@ from weightcache.recollection import recall
 from weightcache.registry import Registry
 from weightcache.residency import Residency
 from weightcache.sdnotify import Notifier, listen_fds
-from weightcache.server import Server
+from weightcache.server import BACKLOG, Server
 from weightcache.slo import Objectives
 from weightcache.telemetry import Telemetry
 
@@ -63,6 +63,7 @@ def _bind(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     os.fchmod(listener.fileno(), 0o600)  # before it has a name, so that its file is never anybody else's to open
     listener.bind(os.fspath(path))
+    listener.listen(BACKLOG)  # from now on clients wait, instead of finding a socket that nobody listens on
     return listener
 
 

@@ -23,6 +23,7 @@ from weightcache.residency import Residency
 from weightcache.version import VERSION
 
 MAX_CONNECTIONS: Final = 512
+BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
 _KEEPER_LIMIT_S: Final = 0.5
 _PROGRESS_EVERY_S: Final = 0.5
@@ -69,7 +70,7 @@ class Server:
         """Listen and accept from now on."""
         self._listener.setblocking(False)
         # Until listen is called again, SO_PEERCRED shows clients the process that called it first, perhaps long dead.
-        self._listener.listen(128)
+        self._listener.listen(BACKLOG)
         self._accept_on()
 
     async def stop(self) -> None:
