@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from weightcache import paths
 from weightcache.checkpoint import Folder
 from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
 from weightcache.journal import Journal, boottime_ns
@@ -67,6 +68,8 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
 
     # Before the slow part, so that a wrong path or a taken port is said at once.
     folder = Folder.open(arguments.model)
+    if arguments.weight_cache != "off":
+        paths.checked_socket_path(arguments.socket or paths.socket_path())
     listener = bind(arguments.host, arguments.port)
     with journal.phase("import", began_ns=began_ns):
         from transformers.utils import logging as transformers_logging

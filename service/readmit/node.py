@@ -1,5 +1,6 @@
 """A node as the keeper is to run it: what goes into its spec, what must be true before it starts."""
 
+import errno
 import json
 import os
 import shutil
@@ -48,7 +49,7 @@ def _children(config: Config) -> Iterator[ChildSpec]:
 
 
 def check_probes(probes: Path | None, unverified_ok: bool) -> None:
-    """Raises ConfigError ``probes`` when a gate would never open."""
+    """Raises ConfigError ``probes``, or what `ProbeSet.load` raises, when a gate would never open."""
     if probes is None and not unverified_ok:
         raise ConfigError(
             "probes",
@@ -64,6 +65,10 @@ def check_probes(probes: Path | None, unverified_ok: bool) -> None:
             remedy="Record it from a good load: readmit probe record URL --out FILE",
             path=str(probes),
         )
+    if probes is not None:
+        from readmit.probes import ProbeSet  # not at the top: only those who start a gate pay for it
+
+        ProbeSet.load(probes)
 
 
 def engine(slot: Slot, env: dict[str, str], runtime_dir: Path) -> Iterator[ChildSpec]:
@@ -121,7 +126,8 @@ def check(spec: KeeperSpec, addresses: dict[str, str]) -> None:
             here, left by a keeper that died, is in use rightly.
 
     Raises:
-        ConfigError: ``already_running``, ``command_not_found``, ``port_taken``, ``not_private`` or ``path_too_long``.
+        ConfigError: ``already_running``, ``command_not_found``, ``port_taken``, ``address``, ``not_private`` or
+            ``path_too_long``.
     """
     check_paths(spec.runtime_dir, [child.name for child in spec.children])
     for folder in (spec.runtime_dir, spec.state_dir):
@@ -144,10 +150,11 @@ def become_keeper(spec: KeeperSpec, log_format: str | None = None) -> NoReturn:
         log_format: of the logs of all its processes; what the environment says if None.
 
     Raises:
-        ConfigError: the runtime folder, or the log format, cannot be used.
+        ConfigError: the runtime or state folder, or the log format, cannot be used.
     """
     os.environ[VARIABLE] = chosen(log_format)
     file = spec_path(paths.private_dir(spec.runtime_dir))
+    paths.private_dir(spec.state_dir)  # the keeper makes it too, but refuses later, with its spec left behind
     spec.save(file)
     sys.stdout.flush()
     os.execv(sys.executable, keeper_command(file))
@@ -170,7 +177,7 @@ def _check_command(child: ChildSpec) -> None:
             "command_not_found",
             f"the command of {child.name} cannot be run: there is no program {program}",
             expected="an executable file" if os.sep in program else f"an executable in one of {path}",
-            found="none",
+            found=_what_is_there(folder / program) if os.sep in program else "none",
             remedy=f"Install it, or give its full path in the command of {child.name}",
             command=list(child.argv),
         )
@@ -180,6 +187,12 @@ def _check_command(child: ChildSpec) -> None:
             f"the folder {folder} in which {child.name} is to run is not there",
             remedy="Make it, or name another cwd",
         )
+
+
+def _what_is_there(path: Path) -> str:
+    if path.is_dir():
+        return "a folder"
+    return "a file that may not be executed" if path.exists() else "none"
 
 
 def _check_address(name: str, address: str) -> None:
@@ -193,10 +206,13 @@ def _check_address(name: str, address: str) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(target)
     except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
         raise ConfigError(
-            "port_taken",
+            "port_taken" if taken else "address",
             f"{name} cannot listen on {address}: {error.strerror}",
-            remedy="End the process that listens there (ss -ltnp shows it), or choose another address",
+            remedy="End the process that listens there (ss -ltnp shows it), or choose another address"
+            if taken
+            else "Choose an address of this machine that this user may listen on",
             address=address,
             process=name,
         ) from error

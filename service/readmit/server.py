@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("readmit.engine")
 
+_PORT_MAX: Final = 65535
 _DRAIN_S: Final = 30
 """How long answers under way may take after SIGTERM; Kubernetes' own default."""
 
@@ -25,6 +26,16 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: ``address``, when the port is taken or the host is not one of this machine.
     """
+    if not 0 <= port <= _PORT_MAX:
+        raise ConfigError(
+            "address",
+            f"cannot serve on {host}:{port}",
+            expected=f"a port from 0 to {_PORT_MAX}",
+            found=port,
+            remedy="Choose another --port",
+            host=host,
+            port=port,
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, a kept-alive answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -37,7 +48,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(
             "address",
             f"cannot serve on {host}:{port}",
-            expected="a free port" if taken else "an address of this machine",
+            expected="a free port" if taken else "an address of this machine that this user may serve on",
             found="one that another process has" if taken else error.strerror or str(error),
             remedy="Choose another --port, or stop what uses it" if taken else "Choose another --host or --port",
             host=host,

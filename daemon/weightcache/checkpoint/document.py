@@ -1,7 +1,6 @@
 """The document: JSON read strictly, for files that others wrote."""
 
 import json
-import os
 from typing import Any
 
 from weightcache.checkpoint.refusal import reading, refusal
@@ -29,7 +28,7 @@ def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
     except _DoubledKeyError as error:
         raise refusal(
             "duplicate_tensor",
-            f"{os.path.basename(path)} names {error.key!r} twice",
+            f"{path} names {error.key!r} twice",
             expected="one entry",
             found="two entries",
             remedy="Write the file again, or download it again",
@@ -39,7 +38,7 @@ def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise refusal(
             reason,
-            f"{os.path.basename(path)} is not valid JSON",
+            f"{path} is not valid JSON",
             expected="a JSON object in UTF-8",
             found=str(error),
             remedy="Download the file again",
@@ -48,7 +47,7 @@ def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise refusal(
             reason,
-            f"{os.path.basename(path)} is not a JSON object",
+            f"{path} is not a JSON object",
             expected="a JSON object",
             found=type(found).__name__,
             remedy="Download the file again",

@@ -4,6 +4,7 @@ Nothing here opens a weight file. A folder may be plain, a snapshot in a Hugging
 the whole repository (``models--org--name`` with ``refs``, ``snapshots``, ``blobs``), of which one revision is wanted.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -247,6 +248,8 @@ def _no_folder(asked: str, root: str) -> CheckpointError:
             "link_dangling", f"{asked} leads nowhere", found=f"a link to {os.readlink(asked)}",
             remedy="Point the link at a checkpoint", **facts,
         )  # fmt: skip
+    with reading(asked), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(root)
     found = "a file" if os.path.exists(root) else "nothing"
     return refusal("folder_missing", f"There is no folder {asked}", found=found, remedy="Check the path", **facts)
 
@@ -260,7 +263,7 @@ def _read_config(root: str) -> dict[str, Any]:
     if level:
         raise refusal(
             "config_invalid",
-            "config.json is nested too deeply",
+            f"{path} is nested too deeply",
             expected=f"at most {_MAX_DEPTH} levels",
             found="more",
             remedy="Download the model again",
@@ -276,12 +279,14 @@ def _items(section: dict[str, Any] | list[Any]) -> Iterable[Any]:
 def _settings(root: str, name: str) -> str:
     """The path of a settings file in `root`, once it is known to be there."""
     path = os.path.join(root, name)
+    with reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)  # which says that this user may not look, where isfile would say that nothing is there
     if os.path.isfile(path):
         return path
     if os.path.islink(path):
         raise refusal(
             "link_dangling",
-            f"{name} leads nowhere",
+            f"{path} leads nowhere",
             expected="a file",
             found=f"a link to {os.readlink(path)}",
             remedy="Download the model again",
@@ -303,7 +308,7 @@ def _judged(name: str, path: str) -> str:
     if not _stays_inside(name):
         raise refusal(
             "path_escape",
-            f"{os.path.basename(path)} names a file outside its folder",
+            f"{path} names a file outside its folder",
             expected="a relative name without '..'",
             found=ascii(name),
             remedy="Download the index again, from a source you trust",

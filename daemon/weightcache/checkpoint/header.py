@@ -107,11 +107,11 @@ def read_header(descriptor: int, name: str, path: str, size: int) -> dict[str, T
         if len(head) == 8 and length <= min(MAX_HEADER_BYTES, size - 8):
             raw = os.pread(descriptor, length, 8)
         else:
-            raise _bad_length(head, length, name, path, size)
+            raise _bad_length(head, length, path, size)
     if not raw.startswith(b"{"):
         raise refusal(
             "not_safetensors",
-            f"{name} has no safetensors header",
+            f"{path} has no safetensors header",
             expected="'{' after the length",
             found=raw[:8],
             remedy="Download the file again",
@@ -119,40 +119,40 @@ def read_header(descriptor: int, name: str, path: str, size: int) -> dict[str, T
         )
     data = 8 + length
     entries = parse_object(raw, path, "not_safetensors")
-    _check_metadata(entries.pop("__metadata__", None), name, path)
+    _check_metadata(entries.pop("__metadata__", None), path)
     tensors = {tensor: _tensor(tensor, entry, name, path, data) for tensor, entry in entries.items()}
-    return _cover(tensors, name, path, data, size)
+    return _cover(tensors, path, data, size)
 
 
-def _bad_length(head: bytes, length: int, name: str, path: str, size: int) -> CheckpointError:
+def _bad_length(head: bytes, length: int, path: str, size: int) -> CheckpointError:
     facts: dict[str, Any] = {"remedy": "Download the file again", "file": path}
     for magic, what in _MAGIC.items():
         if head.startswith(magic):
-            return refusal("not_safetensors", f"{name} has another format", expected="safetensors", found=what, **facts)
+            return refusal("not_safetensors", f"{path} has another format", expected="safetensors", found=what, **facts)
     if len(head) == 8 and length > MAX_HEADER_BYTES:
         return refusal(
             "not_safetensors",
-            f"{name}, a file of {size} bytes, promises a header longer than the format allows",
+            f"{path}, a file of {size} bytes, promises a header longer than the format allows",
             expected=f"at most {MAX_HEADER_BYTES} bytes",
             found=f"{length} bytes",
             **facts,
         )
     return refusal(
         "truncated",
-        f"{name} ends within its header",
+        f"{path} ends within its header",
         expected=f"at least {8 + length if len(head) == 8 else 8} bytes",
         found=f"{size} bytes",
         **facts,
     )
 
 
-def _check_metadata(metadata: object, name: str, path: str) -> None:
+def _check_metadata(metadata: object, path: str) -> None:
     if metadata is None:
         return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise refusal(
             "not_safetensors",
-            f"the header of {name} has bad metadata",
+            f"the header of {path} has bad metadata",
             expected="an object of text under __metadata__",
             found=type(metadata).__name__ if not isinstance(metadata, dict) else "values that are not text",
             remedy="Write the file again with the safetensors library",
@@ -172,7 +172,7 @@ def _tensor(tensor: str, entry: Any, name: str, path: str, data: int) -> TensorI
     if not whole:
         raise refusal(
             "not_safetensors",
-            f"the header of {name} has a bad entry for tensor {tensor!a}",
+            f"the header of {path} has a bad entry for tensor {tensor!a}",
             expected="dtype, shape and data_offsets, in whole numbers from 0",
             found=_shortened(entry),
             remedy="Write the file again with the safetensors library",
@@ -182,7 +182,7 @@ def _tensor(tensor: str, entry: Any, name: str, path: str, data: int) -> TensorI
     if kind is None:
         raise refusal(
             "dtype",
-            f"tensor {tensor} in {name} has an unsupported dtype",
+            f"tensor {tensor} in {path} has an unsupported dtype",
             expected=f"one of {', '.join(DTYPES)}",
             found=repr(dtype),
             remedy="Convert the tensor, or load this model with the engine that wrote it",
@@ -191,7 +191,7 @@ def _tensor(tensor: str, entry: Any, name: str, path: str, data: int) -> TensorI
     if len(shape) > MAX_DIMENSIONS:
         raise refusal(
             "geometry",
-            f"tensor {tensor} in {name} has too many dimensions",
+            f"tensor {tensor} in {path} has too many dimensions",
             expected=f"at most {MAX_DIMENSIONS}",
             found=len(shape),
             **facts,
@@ -200,7 +200,7 @@ def _tensor(tensor: str, entry: Any, name: str, path: str, data: int) -> TensorI
     if bits != 8 * (end - begin) or (kind.bits < 8 and (not shape or shape[-1] % 2)):
         raise refusal(
             "geometry",
-            f"tensor {tensor} in {name} does not fit its byte range",
+            f"tensor {tensor} in {path} does not fit its byte range",
             expected=f"{bits} bits, in whole bytes, for {dtype} {shape}" if bits < 2**63 else f"a shape below {shape}",
             found=f"{end - begin} bytes ({begin} to {end})",
             remedy="Download the file again",
@@ -209,7 +209,7 @@ def _tensor(tensor: str, entry: Any, name: str, path: str, data: int) -> TensorI
     return TensorInfo(name, dtype, tuple(shape), data + begin, data + end)
 
 
-def _cover(tensors: dict[str, TensorInfo], name: str, path: str, data: int, size: int) -> dict[str, TensorInfo]:
+def _cover(tensors: dict[str, TensorInfo], path: str, data: int, size: int) -> dict[str, TensorInfo]:
     """The tensors by position, once their ranges are known to cover the file exactly."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     end, before = data, "the header"
@@ -217,7 +217,7 @@ def _cover(tensors: dict[str, TensorInfo], name: str, path: str, data: int, size
         if info.begin != end:
             raise refusal(
                 "geometry",
-                f"{name} has {'a hole' if info.begin > end else 'an overlap'} between {before} and tensor {tensor}",
+                f"{path} has {'a hole' if info.begin > end else 'an overlap'} between {before} and tensor {tensor}",
                 expected=f"tensor {tensor} at byte {end}",
                 found=f"byte {info.begin}",
                 remedy="Download the file again",
@@ -228,7 +228,7 @@ def _cover(tensors: dict[str, TensorInfo], name: str, path: str, data: int, size
     if size != end:
         raise refusal(
             "truncated" if size < end else "geometry",
-            f"{name} is {'shorter' if size < end else 'longer'} than its header says",
+            f"{path} is {'shorter' if size < end else 'longer'} than its header says",
             expected=f"{end} bytes",
             found=f"{size} bytes",
             remedy="Download the file again",

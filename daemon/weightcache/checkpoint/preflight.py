@@ -136,7 +136,7 @@ def _find_shards(folder: Folder) -> list[Stamp]:
         if not stat.S_ISREG(status.st_mode):
             raise refusal(
                 "not_safetensors",
-                f"{name} is not a regular file",
+                f"{path} is not a regular file",
                 expected="a file",
                 found="a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket",
                 file=path,

@@ -79,7 +79,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
     """The table and what it says."""
     recoveries = report["recoveries"]
     phases = [name for name in (*PHASES, UNATTRIBUTED) if any(each["phases"].get(name) for each in recoveries)]
-    table = Table("", title="From the fault to the first correct answer, seconds", box=box.SIMPLE)
+    table = Table(title="From the fault to the first correct answer, seconds", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("step", no_wrap=True)
     for each in recoveries:
         table.add_column(each["step"].split()[0], justify="right")
     table.add_row("path", *(each["path"] for each in recoveries))

@@ -24,7 +24,7 @@ from weightcache.version import VERSION
 
 READY_LIMIT_S: Final = 600.0
 """Also a machine that is busy with ten other things gets there."""
-MAX_IN_FLIGHT: Final = 16
+MAX_IN_FLIGHT: Final = 8
 """Where the steady client asks more than this machine answers, it is told so at once instead of queueing."""
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import aiohttp
 
 RATE: Final = 20.0
-HANG_S: Final = 30.0
-"""No answer and no refusal within this is a hang."""
+HANG_S: Final = 60.0
+"""No answer and no refusal within this is a hang, also on a machine that is busy with ten other things."""
 _REFUSALS: Final = {503: "refused", 429: "overload"}
 
 

@@ -1,0 +1,199 @@
+"""Bad input, as a user meets it: one paragraph that names the thing, what was found and the remedy; nothing is left."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.readmit.nodes import Place, free_port, place, wait_for
+
+from readmit import demo_model
+from readmit.probes import Expectation, Probe, ProbeSet
+from weightcache.episodes import Replay
+from weightcache.journal import Context, Journal
+
+ENGINE = Path(__file__).parent / "gate" / "scripted_engine.py"
+# Root may read everything, unless it gives that up.
+BOUND = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return demo_model.prepare()
+
+
+@pytest.fixture
+def here() -> Iterator[Place]:
+    with place() as place_:
+        yield place_
+        for path in [place_.folder, *place_.folder.rglob("*")]:
+            path.chmod(0o700)
+
+
+def refused(here: Place, *words: str, status: int = 2, **environment: str) -> str:
+    """What a command says that must refuse: one paragraph, no trace of Python, no process or socket left."""
+    before = sorted(here.folder.rglob("*"))
+    result = subprocess.run(
+        [*BOUND, sys.executable, "-m", "readmit.cli", *words],
+        cwd=here.folder,
+        env={**here.environment, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == status, result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert sorted(here.folder.rglob("*")) == before
+    return result.stderr
+
+
+def damaged(model: Path, here: Place) -> Path:
+    return Path(shutil.copytree(model, here.folder / "model"))
+
+
+def test_a_model_that_may_not_be_read(model: Path, here: Place) -> None:
+    copy = damaged(model, here)
+    shard = copy / "model-00001-of-00002.safetensors"
+    shard.chmod(0)
+    said = refused(here, "engine", str(copy), "--port", "0", status=os.EX_CONFIG)
+    assert f"{shard} cannot be read: expected a readable file, found Permission denied" in said
+    copy.chmod(0)
+    said = refused(here, "engine", str(copy), "--port", "0", status=os.EX_CONFIG)
+    assert f"{copy}/config.json cannot be read" in said, "it is there, and it does not say otherwise"
+    (here.folder / "locked").mkdir()
+    (here.folder / "locked").chmod(0)
+    said = refused(here, "engine", str(here.folder / "locked" / "m"), "--port", "0", status=os.EX_CONFIG)
+    assert "locked/m cannot be read: expected a readable file, found Permission denied" in said
+
+
+def test_a_config_that_is_no_json(model: Path, here: Place) -> None:
+    copy = damaged(model, here)
+    (copy / "config.json").write_text("{")
+    said = refused(here, "engine", str(copy), "--port", "0", status=os.EX_CONFIG)
+    assert f"{copy}/config.json is not valid JSON: expected a JSON object" in said
+
+
+@pytest.mark.parametrize("folder", ["READMIT_RUNTIME", "READMIT_STATE"])
+def test_a_folder_that_may_not_be_made(here: Place, folder: str) -> None:
+    (here.folder / "mine").mkdir(mode=0o500)
+    here.runtime_dir.mkdir(mode=0o700)
+    said = refused(here, "run", "--", "true", **{folder: str(here.folder / "mine" / "x")})
+    assert f"{here.folder}/mine/x cannot be made: Permission denied. Name another one" in said
+
+
+def test_a_socket_that_may_not_be_made(here: Place) -> None:
+    (here.folder / "mine").mkdir(mode=0o500)
+    said = refused(here, "cache", "serve", "--socket", "mine/x/cache.sock", "--metrics", "127.0.0.1:0")
+    assert "mine/x cannot be made: Permission denied" in said
+
+
+@pytest.mark.parametrize("words", [("cache", "serve", "--metrics", "127.0.0.1:0"), ("cache", "status")])
+def test_a_socket_whose_path_is_too_long(here: Place, words: tuple[str, ...]) -> None:
+    path = here.folder / ("x" * 108)
+    said = refused(here, *words, "--socket", str(path))
+    assert f"expected at most 107 bytes, found {len(str(path))} bytes" in said
+
+
+def test_an_engine_whose_socket_has_too_long_a_path(model: Path, here: Place) -> None:
+    words = ["--port", "0", "--weight-cache", "client", "--socket", str(here.folder / ("x" * 108))]
+    assert "expected at most 107 bytes" in refused(here, "engine", str(model), *words, status=os.EX_CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("port", "problem"),
+    [("80", "this user may serve on, found Permission denied"), ("65536", "from 0 to 65535, found 65536")],
+)
+def test_a_port_that_cannot_be_had(model: Path, here: Place, port: str, problem: str) -> None:
+    if problem.endswith("denied") and int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 80:
+        return  # this kernel gives it to anybody
+    said = refused(here, "engine", str(model), "--port", port, status=os.EX_CONFIG)
+    assert f"cannot serve on 127.0.0.1:{port}" in said
+    assert problem in said
+
+
+def test_a_command_that_is_no_program(here: Place) -> None:
+    (here.folder / "engine").touch(mode=0o600)
+    said = refused(here, "run", "--", "./engine")
+    assert "there is no program ./engine: expected an executable file, found a file that may not be executed" in said
+    assert "found a folder" in refused(here, "run", "--", str(here.folder))
+
+
+def test_golden_answers_that_are_none(here: Place) -> None:
+    (here.folder / "probes.json").write_text("{}")
+    said = refused(here, "run", "--url", "http://127.0.0.1:9", "--probes", "probes.json", "--", "true")
+    assert "probes.json is not a probe file" in said
+    assert "Record it anew" in said
+
+
+def replay(here: Place) -> Replay:
+    replay = Replay()
+    replay.catch_up(Journal(here.state_dir / "journal.sqlite3", Context("n")))
+    return replay
+
+
+def test_golden_answers_that_do_not_match(here: Place) -> None:
+    engine, gate = free_port(), free_port()
+    probe = Probe("capital", "The capital of France is", 1, Expectation(text=" Atlantis"))
+    ProbeSet(model="scripted", probes=(probe,)).save(here.folder / "probes.json")
+    options = ["--url", f"http://127.0.0.1:{engine}", "--probes", "probes.json", "--gate", f"127.0.0.1:{gate}"]
+    run = here.start("run", *options, "--", sys.executable, str(ENGINE), str(engine))
+
+    def refusal() -> str:
+        try:
+            answer = httpx.post(f"http://127.0.0.1:{gate}/v1/completions", json={}, timeout=60)
+        except httpx.TransportError:
+            return ""
+        assert answer.status_code == 503
+        return str(answer.json()["detail"])
+
+    wait_for(lambda: "wrong" in refusal(), "the engine has been asked")
+    assert "' Atlantis'" in refusal()
+    assert "' Paris'" in refusal()
+    # The same, asked for by hand.
+    verified = here.readmit("probe", "verify", f"http://127.0.0.1:{engine}", "probes.json")
+    assert verified.returncode == 1
+    assert "' Atlantis'" in verified.stdout
+    assert "' Paris'" in verified.stdout
+    assert here.end(run)[0] == 0
+    assert here.left_behind() == []
+    episode = replay(here).episodes[0]
+    assert (episode.outcome, episode.verified) == ("abandoned", None)
+
+
+def test_an_engine_that_ends_at_once_again_and_again(here: Place) -> None:
+    fails = "import sys; sys.exit('there are no such weights')"
+    (here.folder / "readmit.toml").write_text(f"""
+[node]
+runtime_dir = "{here.runtime_dir}"
+state_dir = "{here.state_dir}"
+[cache]
+metrics = "127.0.0.1:{free_port()}"
+[gate]
+enabled = false
+[[slot]]
+name = "a"
+command = {json.dumps([sys.executable, "-c", fails])}
+backoff_s = [0]
+limit = 3
+""")
+    keeper = here.start("up")
+    wait_for(lambda: here.children().get("a", {}).get("state") == "failed", "it is given up")
+    assert here.children()["daemon"]["state"] == "running", "what else there is goes on"
+    shown = here.readmit("status")
+    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("a "))
+    assert "failed" in line
+    assert "abandoned" in line
+    status, _, said = here.end(keeper)
+    assert status == 0
+    assert "a is given up: it ended 3 times within 600 s without becoming ready" in said
+    assert "there are no such weights" in said
+    assert [path.name for path in here.left_behind() if path.suffix != ".lock"] == []
+    (episode,) = replay(here).episodes
+    assert (episode.outcome, [it.exit_code for it in episode.attempts]) == ("abandoned", [1, 1, 1])
+    assert sum(episode.phases_s().values()) == pytest.approx(episode.total_s)
