@@ -229,7 +229,7 @@ async def _serve(
     if kept.listener is None:
         server.store_everything()
     server.start()
-    deposit.notifier.ready(f"serving {len(residency.registry.generations)} generations")
+    deposit.notifier.ready("serving")
     _journal_start(residency, began)
     _watch_gpus(residency, loop, stop_watching)
     telemetry, forecast = watching

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -49,7 +50,8 @@ def status(socket: Socket = None, as_json: Json = False) -> None:
         f"daemon pid {facts['pid']} at {facts['socket']}, up {facts['uptime_s']:.0f} s, {facts['rss_mib']} MiB itself; "
         f"{_mib(facts['resident_bytes'])}{limit} resident; {keeper}"
     )
-    console.print(_generations(facts["generations"]))
+    for each in facts["generations"]:
+        console.print(_generation(each))
     for claim in facts["claims"]:
         done = f"{_mib(claim['done'])} of {_mib(claim['total'])}"
         console.print(f"pid {claim['pid']} is loading {claim['config']['model_path']}: {done}, {claim['elapsed_s']} s")
@@ -176,25 +178,17 @@ def _full_name(socket: Path | None, start: str) -> str:
     return str(matching[0])
 
 
-def _generations(generations: list[dict[str, Any]]) -> Table:
-    table = Table("generation", "model", "rank", "dtype", "size", "tensors", "where", "leases", "hits", "state")
-    for each in generations:
-        config = each["config"]
-        leases = ", ".join(f"{lease['slot'] or 'pid'} {lease['pid']}" for lease in each["leases"]) or "none"
-        state = f"quarantined: {each['quarantined']}" if each["quarantined"] else "stored" if each["stored"] else "held"
-        table.add_row(
-            each["generation"][:12],
-            config["model_path"],
-            f"{config['tp_rank']}/{config['tp_size']}",
-            config["quant_method"] if config["quant_method"] != "none" else config["dtype"],
-            _mib(each["bytes"]),
-            str(each["tensors"]),
-            each["device"] or each["arena"],
-            leases,
-            str(each["hits"]),
-            state,
-        )
-    return table
+def _generation(each: dict[str, Any]) -> str:
+    """A generation in lines that need no width: paths are long."""
+    config = each["config"]
+    leases = ", ".join(f"{lease['slot'] or 'pid'} {lease['pid']}" for lease in each["leases"]) or "none"
+    state = f"quarantined: {each['quarantined']}" if each["quarantined"] else "stored" if each["stored"] else "held"
+    dtype = config["quant_method"] if config["quant_method"] != "none" else config["dtype"]
+    return (
+        f"[bold]{each['generation'][:12]}[/bold] {escape(config['model_path'])}\n"
+        f"  rank {config['tp_rank']}/{config['tp_size']}, {dtype}, {_mib(each['bytes'])} in {each['tensors']} tensors, "
+        f"{each['device'] or each['arena']}, {state}; leases: {leases}; hits: {each['hits']}"
+    )
 
 
 def _differences(differences: list[dict[str, Any]]) -> Table:
