@@ -121,6 +121,8 @@ class Episode:
     """The latest time anything was heard of it."""
     _marks: list[Mark] = field(default_factory=list, repr=False)
     _closed_path: str | None = None
+    _closed_phases: dict[str, float] | None = field(default=None, repr=False)
+    """`phases_s` of a closed episode, which every scrape asks for; None once something late came in."""
 
     @property
     def is_open(self) -> bool:
@@ -188,7 +190,11 @@ class Episode:
 
     def phases_s(self, now_ns: int | None = None) -> dict[str, float]:
         """Seconds of each phase along the slowest rank, `UNATTRIBUTED` included; their sum is the duration."""
-        return seconds((segment.phase, segment) for segment in self.segments(now_ns))
+        if self._closed_phases is not None:
+            return self._closed_phases
+        phases = seconds((segment.phase, segment) for segment in self.segments(now_ns))
+        self._closed_phases = None if self.is_open else phases
+        return phases
 
     def parts_s(self, now_ns: int | None = None) -> dict[str, float]:
         """Seconds of each ``phase.part`` along the slowest rank."""
@@ -230,6 +236,7 @@ class Episode:
         return attempt
 
     def _feed(self, event: Event, at_ns: int) -> None:
+        self._closed_phases = None
         self.seen_ns = max(self.seen_ns, at_ns)
         facts = event.attributes
         if event.kind in ("phase_begin", "phase_end"):

@@ -1,6 +1,8 @@
 """A real node that records: keeper, daemon, gate, and `ranked_engine` in its slots."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -40,7 +42,7 @@ class Lab(Place):
             "[gate]",
             f'listen = "127.0.0.1:{self.gate_port}"',
             'probes = "probes.json"',
-            "verify_interval_s = 1.0",
+            "verify_interval_s = 3.0",
             "hang_limit_s = 5.0",
             "probe_limit_s = 3.0",
             "drain_notice_s = 0.1",
@@ -89,7 +91,12 @@ class Lab(Place):
     def kill(self, *names: str, number: int = signal.SIGKILL) -> None:
         children = self.children()
         for name in names:
-            subprocess.run(["kill", f"-{int(number)}", str(children[name]["pid"])], check=True)
+            os.kill(children[name]["pid"], number)
+
+    def signal(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process that may be gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
     def fault(self, slot: str, *also: str) -> Episode:
         """Kill a slot's engine, and wait until its recovery has ended."""
