@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fixtures.collector import Collector
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
 from readmit import demo_model
@@ -133,9 +134,17 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(model: Path) -> Iterator[tuple[Node, subprocess.Popen[str]]]:
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def started(model: Path, collector: Collector) -> Iterator[tuple[Node, subprocess.Popen[str]]]:
     with place(Node) as here:
         here.configure(model)
+        here.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
         yield here, here.start("up")
 
 
@@ -306,14 +315,15 @@ def test_its_report_agrees_with_the_journal(node: Node) -> None:
             assert episode.phases_s().get(UNATTRIBUTED, 0.0) <= 0.05 * episode.total_s
 
 
-def test_each_recovery_is_one_trace(node: Node) -> None:
+def test_each_recovery_is_one_trace(node: Node, collector: Collector) -> None:
     def traces() -> list[list[dict[str, Any]]]:
         lines = (node.state_dir / "spans.jsonl").read_text().splitlines()
         return [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"] for line in lines]
 
     replay = node.replay()
     wait_for(lambda: len(traces()) == len(replay.episodes), "every recovery is exported")
-    for episode, spans in zip(replay.episodes, traces(), strict=True):
+    found = traces()
+    for episode, spans in zip(replay.episodes, found, strict=True):
         assert {span["traceId"] for span in spans} == {episode.id}
         (root,) = (span for span in spans if not span.get("parentSpanId"))
         assert int(root["endTimeUnixNano"]) - int(root["startTimeUnixNano"]) == round(episode.total_s * 1e9)
@@ -327,6 +337,13 @@ def test_each_recovery_is_one_trace(node: Node) -> None:
                 assert int(span["endTimeUnixNano"]) <= int(above["endTimeUnixNano"])
         attempts = [span for span in spans if span["name"] == "attempt"]
         assert len(attempts) == len(episode.attempts)
+
+    def collected() -> dict[str, int]:
+        spans = [it.resource_spans[0].scope_spans[0].spans for path, it in collector.requests if path == "/v1/traces"]
+        return {here[0].trace_id.hex(): len(here) for here in spans}
+
+    told = {episode.id: len(spans) for episode, spans in zip(replay.episodes, found, strict=True)}
+    wait_for(lambda: collected() == told, "the collector has got the same")
 
 
 def test_sigterm_leaves_nothing_behind(started: tuple[Node, subprocess.Popen[str]]) -> None:

@@ -5,13 +5,13 @@ import json
 import subprocess
 import sys
 import textwrap
-import threading
 from types import SimpleNamespace
 
 import pytest
 from google.protobuf.json_format import Parse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.trace import StatusCode
+from tests.fixtures.collector import Collector
 from tests.fixtures.story import BOOT_WALL, SECOND, Story, recovery
 
 from weightcache.episodes import Replay
@@ -166,38 +166,10 @@ class TestFile:
         assert self.traces(journal) == ["1" * 32, "2" * 32]
 
 
-class Collector:
-    """A loopback OTLP collector."""
-
-    def __init__(self):
-        collector = self
-        self.requests, self.arrived = [], threading.Event()
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
-                self.send_response(200)
-                self.end_headers()
-                collector.arrived.set()
-
-            def log_message(self, *arguments):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
 class TestCollector:
     def test_gets_each_recovery_and_none_of_the_past(self, tmp_path, monkeypatch):
         collector = Collector()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         journal = Journal(tmp_path / "journal.sqlite3", checkpoints=True)
         recovery(episode="1" * 32).tell(journal)
         telemetry = Telemetry(journal, RESIDENTS)
