@@ -15,6 +15,7 @@ from rich.table import Table
 from readmit import demo_model
 from readmit.demo.script import PROMPT, Demo
 from weightcache import amdahl
+from weightcache.errors import ConfigError
 from weightcache.vocabulary import PHASES, UNATTRIBUTED
 
 
@@ -35,7 +36,11 @@ def main() -> None:
         console.print(f"[dim]everything this demo makes is below {folder}")
         try:
             report = demo.run()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConfigError) and not hasattr(demo, "node"):  # nothing has been started
+                shutil.rmtree(folder)
+                console.print(f"make demo: {error}", style="red")
+                raise SystemExit(2) from error
             if hasattr(demo, "node"):
                 demo.node.down()
             console.print(f"the demo failed; its logs and journal are below {folder}")

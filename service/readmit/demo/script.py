@@ -16,6 +16,7 @@ from readmit.demo.reference import right_answers
 from readmit.demo.traffic import Traffic
 from readmit.demo_model import second_checkpoint
 from weightcache.episodes import Episode, Replay
+from weightcache.errors import ConfigError
 
 PROBES: Final = ("The capital of France is", "def fibonacci(n):", "One, two, three, four,")
 PROBE_TOKENS: Final = 4
@@ -80,6 +81,14 @@ class Demo:
             self.tell(f"asking {model}")
             questions = [(prompt, PROBE_TOKENS) for prompt in PROBES]
             *golden, answer = right_answers(model, [*questions, (self.prompt, PROMPT_TOKENS)])
+            if not answer:
+                raise ConfigError(
+                    "prompt",
+                    f"the model ends its answer to {self.prompt!r} before the first word, which proves nothing",
+                    expected="a prompt that it continues",
+                    found="an empty answer from plain transformers",
+                    remedy="Choose another --prompt: this model continues sentences, such as 'The capital of Italy is'",
+                )
             probes = {
                 "model": self.model.name,
                 "engine": "transformers",
