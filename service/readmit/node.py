@@ -152,7 +152,7 @@ def become_keeper(spec: KeeperSpec, log_format: str | None = None) -> NoReturn:
     Raises:
         ConfigError: the runtime or state folder, or the log format, cannot be used.
     """
-    os.environ[VARIABLE] = chosen(log_format)
+    os.environ[VARIABLE], os.environ["READMIT_NODE"] = chosen(log_format), spec.node
     file = spec_path(paths.private_dir(spec.runtime_dir))
     paths.private_dir(spec.state_dir)  # the keeper makes it too, but refuses later, with its spec left behind
     spec.save(file)
