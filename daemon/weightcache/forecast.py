@@ -86,7 +86,7 @@ class Forecast:
                 if there != (resident := self._resident()):
                     there = resident
                     self.judge()
-            except Exception:
+            except Exception:  # a fault of the forecast must not take the weights along
                 log.exception("the forecast failed; it goes on in %d s", _AFTER_FAULT_S)
                 await asyncio.sleep(_AFTER_FAULT_S)
             await asyncio.sleep(_NOTICE_S)
