@@ -50,12 +50,19 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     n: Annotated[int, Meta(ge=1, le=1)] = 1
     best_of: Annotated[int, Meta(ge=1, le=1)] = 1
     echo: bool = False
+    ignore_eos: bool = False
 
     def sampling(self) -> Sampling:
         """How to generate what was asked for."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return Sampling(
-            self.max_tokens, self.temperature, self.top_p, self.seed, tuple(filter(None, stop)), self.logprobs
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=tuple(filter(None, stop)),
+            logprobs=self.logprobs,
+            ignore_eos=self.ignore_eos,
         )
 
 

@@ -21,6 +21,7 @@ class Sampling:
         seed: makes sampling repeatable.
         stop: strings that end the text; none of them is part of it.
         logprobs: how many alternatives to report for each token; None for no log-probabilities.
+        ignore_eos: go on behind an end-of-text token, as vLLM and SGLang do when asked: a length that can be relied on.
     """
 
     max_tokens: int
@@ -29,6 +30,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Generator:
             output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
             logits = output.logits[0, -1].float().cpu()
             token = _choose(logits, sampling, source)
-            ended = token in self._ends
+            ended = token in self._ends and not sampling.ignore_eos
             piece = "" if ended else text.push(token)
             finish = "stop" if ended or text.stopped else "length" if number == sampling.max_tokens else None
             if finish and not text.stopped:

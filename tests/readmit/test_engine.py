@@ -115,6 +115,14 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(engine: Engine) -> N
     assert choice["finish_reason"] == "stop"
 
 
+def test_a_length_that_can_be_relied_on(engine: Engine) -> None:
+    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ended = engine.complete(prompt=chat, max_tokens=120).json()
+    assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"] < 120) == ("stop", True)
+    forced = engine.complete(prompt=chat, max_tokens=120, ignore_eos=True).json()
+    assert (forced["choices"][0]["finish_reason"], forced["usage"]["completion_tokens"]) == ("length", 120)
+
+
 def test_log_probabilities_go_with_each_token(engine: Engine) -> None:
     choice = engine.complete(logprobs=3).json()["choices"][0]
     told = choice["logprobs"]
