@@ -1,14 +1,15 @@
 """What knowing a checkpoint costs, at the size of a model of 1,000 billion parameters: 161 files, 30,000 tensors.
 
 The files are sparse: index, headers and file sizes are those of a real checkpoint, the weights take no disk. Times are
-the best of several runs with warm caches. The digest's speed is measured on a file of real bytes.
+medians of several runs with warm caches. The digest's speed is measured on a file of real bytes.
 
-    python benchmarks/preflight.py [--json]
+    python benchmarks/preflight.py [--json OUT]
 """
 
 import argparse
 import json
 import os
+import statistics
 import struct
 import tempfile
 import time
@@ -30,17 +31,17 @@ LIMITS_MS = {"preflight": 300.0, "identity of unchanged files": 10.0, "match of 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="preflight-") as scratch:
         rows = measure(Path(scratch))
-    if arguments.json:
-        print(json.dumps({"files": FILES, "tensors": TENSORS, "cores": os.cpu_count(), "results": rows}, indent=2))
-        return
     print(f"{FILES} files, {TENSORS:,} tensors, {os.cpu_count()} cores\n")
     for row in rows:
         limit = f"   limit {row['limit']:g}" if row["limit"] else ""
-        print(f"{row['what']:36} {row['value']:10.3f} {row['unit']}{limit}")
+        print(f"{row['what']:36} {row['value']:10.3f} {row['unit']} (n={row['n']}){limit}")
+    if arguments.json:
+        figures = {"files": FILES, "tensors": TENSORS, "cores": os.cpu_count(), "results": rows}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def measure(scratch: Path) -> list[dict[str, Any]]:
@@ -57,10 +58,10 @@ def measure(scratch: Path) -> list[dict[str, Any]]:
     config = fingerprint(checkpoint)
     other = CacheConfig.from_dict({**config.to_dict(), "model_path": "/elsewhere"})
     rows = [
-        row("preflight", best(lambda: Checkpoint.open(folder))),
-        row("quantisation, with headers", best(lambda: quantization.of(checkpoint))),
-        row("identity of unchanged files", best(unchanged)),
-        row("match of two fingerprints", best(lambda: config.differences(other), 100)),
+        row("preflight", lambda: Checkpoint.open(folder)),
+        row("quantisation, with headers", lambda: quantization.of(checkpoint)),
+        row("identity of unchanged files", unchanged),
+        row("match of two fingerprints", lambda: config.differences(other), 100),
     ]
     small = Checkpoint.open(write_real(scratch / "real"))
     rows.append(rate("digest alone, from the page cache", small, lambda: hash_files(small)))
@@ -68,22 +69,23 @@ def measure(scratch: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def row(what: str, seconds: float) -> dict[str, Any]:
-    return {"what": what, "value": seconds * 1e3, "unit": "ms", "limit": LIMITS_MS.get(what)}
+def row(what: str, work: Callable[[], object], runs: int = 7) -> dict[str, Any]:
+    return {"what": what, "value": median(work, runs) * 1e3, "unit": "ms", "limit": LIMITS_MS.get(what), "n": runs}
 
 
-def rate(what: str, checkpoint: Checkpoint, work: Callable[[], object]) -> dict[str, Any]:
-    return {"what": what, "value": checkpoint.total_bytes / best(work, 3) / 1e9, "unit": "GB/s", "limit": None}
+def rate(what: str, checkpoint: Checkpoint, work: Callable[[], object], runs: int = 3) -> dict[str, Any]:
+    speed = checkpoint.total_bytes / median(work, runs) / 1e9
+    return {"what": what, "value": speed, "unit": "GB/s", "limit": None, "n": runs}
 
 
-def best(work: Callable[[], object], runs: int = 7) -> float:
-    """The shortest of several runs, in seconds."""
-    shortest = float("inf")
+def median(work: Callable[[], object], runs: int) -> float:
+    """The median of several runs, in seconds."""
+    took = []
     for _ in range(runs):
-        begin = time.perf_counter()
+        began = time.perf_counter()
         work()
-        shortest = min(shortest, time.perf_counter() - begin)
-    return shortest
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
 
 
 def fingerprint(checkpoint: Checkpoint) -> CacheConfig:
