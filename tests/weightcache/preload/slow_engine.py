@@ -34,6 +34,6 @@ if __name__ == "__main__":
     partial.rename(folder / f"{os.getpid()}.json")
     print("engine speaks", flush=True)
     Notifier.from_environment().ready()
-    if deed == "exit":
+    if deed == "exit" and os.getpid() != slow_engine.IMPORTED_BY:
         sys.exit(7)
     time.sleep(3600)
