@@ -150,11 +150,13 @@ class Attachment:
     def _place(self, generation: str, manifest: Manifest, chunks: list[int]) -> None:
         share = kinds.verified_share(manifest) if self.verify is None else self.verify
         with self.part("map"):
-            mapped = _map(manifest, chunks, self.device)
-            verification = Verification(manifest, mapped, share) if share > 0 else None
+            rows = rows_to_verify(manifest, share)
+            mapped = _map(manifest, chunks, self.device, rows)
+            verification = Verification(manifest, mapped, rows) if rows else None
             tensors = mapped.views(manifest)
         with self.part("bind"):
             binding = Binding(self.model, manifest, tensors)
+            binding.make_parameters()
         if verification is not None:  # a GPU has been at it all the while
             with self.part("verify"):
                 verification.finish()
@@ -187,21 +189,26 @@ class Attachment:
         return self.outcome
 
 
+def rows_to_verify(manifest: Manifest, share: float) -> Sequence[int]:
+    """A share of the tensors, drawn anew each time; 1 is every one."""
+    rows = range(len(manifest))
+    if share >= 1 or not rows:
+        return rows
+    return sorted(random.sample(rows, min(len(rows), max(1, round(share * len(rows)))))) if share > 0 else ()
+
+
 class Verification:
     """A check of mapped bytes against the digests taken at publish, under way from the start on a GPU.
 
     Args:
         manifest: validated.
         mapped: its arena.
-        share: of the tensors, drawn anew each time; 1 checks every byte.
+        rows: to check; every one if None.
     """
 
-    def __init__(self, manifest: Manifest, mapped: MappedArena, share: float = 1.0) -> None:
+    def __init__(self, manifest: Manifest, mapped: MappedArena, rows: Sequence[int] | None = None) -> None:
         self._manifest = manifest
-        self._rows: Sequence[int] = range(len(manifest))
-        if share < 1:
-            count = min(len(self._rows), max(1, round(share * len(self._rows))))
-            self._rows = sorted(random.sample(self._rows, count))
+        self._rows = range(len(manifest)) if rows is None else rows
         self._digests = mapped.digests(manifest, self._rows)
 
     def finish(self) -> None:
@@ -243,7 +250,7 @@ def _ask_for(
     raise ProtocolError("protocol", "the daemon answered something else", expected="Attached or Loading")
 
 
-def _map(manifest: Manifest, chunks: list[int], device: int | None) -> MappedArena:
+def _map(manifest: Manifest, chunks: list[int], device: int | None, rows: Sequence[int]) -> MappedArena:
     if len(chunks) != len(manifest.chunks):
         raise ImportRejected(
             "manifest_invalid",
@@ -251,7 +258,7 @@ def _map(manifest: Manifest, chunks: list[int], device: int | None) -> MappedAre
             expected=len(manifest.chunks),
             found=len(chunks),
         )
-    return kinds.mapping(manifest, chunks, device)
+    return kinds.mapping(manifest, chunks, device, rows or None)
 
 
 def ignore_progress(done: int, total: int) -> None:

@@ -113,6 +113,7 @@ class Binding:
     def __init__(self, model: nn.Module, manifest: Manifest, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._copies: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
         self._parameters: list[tuple[Place, int]] = []
         self._buffers: list[tuple[Place, int]] = []
         found, self._strays, self._modules = walk(model)
@@ -169,16 +170,21 @@ class Binding:
                 found=str(error),
             ) from error
 
-    def place_parameters(self) -> int:
-        """Bind every parameter, aliases to one object; returns how many names were bound."""
-        tensors = self._tensors
+    def make_parameters(self) -> None:
+        """Make what `place_parameters` will place, while a GPU still verifies it; aliases become one object."""
+        tensors, made = self._tensors, self._made
         make = torch.Tensor._make_subclass
-        made: dict[int, torch.Tensor] = {}
         for (_, _, _, _, ours, _), row in self._parameters:
             if row not in made:
                 tensor = made[row] = make(type(ours), tensors[row], False)
                 if ours.__dict__:  # engines hang loaders and layouts on their parameters
                     tensor.__dict__.update(ours.__dict__)
+
+    def place_parameters(self) -> int:
+        """Bind every parameter; returns how many names were bound."""
+        if not self._made:
+            self.make_parameters()
+        made = self._made
         for (_, _, holder, key, _, _), row in self._parameters:
             holder[key] = made[row]
         return len(self._parameters)

@@ -134,6 +134,7 @@ class _Recovery:
                 if self.outcome.mode == "daemon":
                     ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
                 self._require_export(prove=False)
+                self._prepare()
                 self.attachment.map(0.0, None)
             except CacheMiss as miss:
                 # What was mapped is held by the frames of the error: it must go before another copy is made.
@@ -277,6 +278,13 @@ class _Recovery:
             from weightcache.arena.cuda_vmm import require_export
 
             require_export(self.attachment.device, prove=prove)
+
+    def _prepare(self) -> None:
+        """Let what a GPU's first mapping needs come while the daemon is asked."""
+        if self._on_gpu:
+            from weightcache.arena.cuda_vmm import prepare
+
+            prepare(self.attachment.device)
 
     def _available(self) -> memory.Available:
         if self._on_gpu:

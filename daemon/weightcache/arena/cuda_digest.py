@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,15 +60,29 @@ def start(
     Returns:
         A function that waits for them: `SIZE` bytes each, end to end. A GPU works on them meanwhile.
     """
-    kernel = _kernel(driver, arena) if driver is not None and arena.is_cuda else None
+    kernel = _kernel(driver, arena.device) if driver is not None and arena.is_cuda else None
     if kernel is None:
         return functools.partial(_in_torch, arena, offsets, sizes)
     return kernel.start(arena, offsets, sizes)
 
 
+def ahead(arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], driver: Driver) -> "Sums | None":
+    """The digests of the rows of an arena of which not everything is mapped yet; see `start` for the arguments.
+
+    Returns:
+        None where they can only be computed from the whole arena, by `start`: without the kernel, or with rows at odd
+        addresses.
+    """
+    kernel = _kernel(driver, arena.device) if arena.is_cuda else None
+    starts = _column(offsets)
+    if kernel is None or bool((starts % _ALIGNMENT).any()):
+        return None
+    return Sums(kernel, arena.device, starts + arena.data_ptr(), _column(sizes))
+
+
 def prepare(driver: Driver, device: int) -> bool:
     """Load the kernel, compiling it if this node has never done so. False where plain torch will have to do."""
-    return _kernel(driver, torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))) is not None
+    return _kernel(driver, torch.device("cuda", device)) is not None
 
 
 # -- in torch -------------------------------------------------------------------------------------------------------
@@ -129,46 +144,82 @@ class Kernel:
 
     def start(self, arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Callable[[], bytes]:
         """Begin to compute the rows' digests; see `start`."""
-        device, count = arena.device, len(offsets)
-        starts, lengths = (
-            torch.frombuffer(array("q", column or [0]), dtype=torch.int64) for column in (offsets, sizes)
-        )
+        starts, lengths = _column(offsets), _column(sizes)
         addresses = starts + arena.data_ptr()
         moved = []
         if bool((addresses % _ALIGNMENT).any()):
             for row in (addresses % _ALIGNMENT).nonzero().flatten().tolist():
-                moved.append(torch.empty(-(-sizes[row] // 8) * 8, dtype=torch.uint8, device=device))
+                moved.append(torch.empty(-(-sizes[row] // 8) * 8, dtype=torch.uint8, device=arena.device))
                 moved[-1][: sizes[row]] = arena[offsets[row] : offsets[row] + sizes[row]]
                 addresses[row] = moved[-1].data_ptr()
-        tiles_of = (lengths + (_TILE_WORDS * 8 - 1)) // (_TILE_WORDS * 8)
-        ends = tiles_of.cumsum(0)
-        tiles = int(ends[-1])
-        table = torch.stack([addresses, lengths, ends - tiles_of]).to(device)
-        sums = torch.zeros(count, dtype=torch.int64, device=device)
-        if tiles:
-            pointer, column = table.data_ptr(), count * 8
-            arguments = [pointer, pointer + column, pointer + 2 * column, count, sums.data_ptr()]
-            arguments += [0] * (self._image.parameters - len(arguments))
-            stream = torch.cuda.current_stream(device).cuda_stream
-            self._driver.launch(self._function, tiles, self._image.threads, self._image.shared, stream, arguments)
-        return functools.partial(_collect, sums, table, moved)
+        sums = Sums(self, arena.device, addresses, lengths)
+        sums.launch()
+        return functools.partial(_collect, sums, moved)
+
+    def launch(self, first: int, tiles: int, table: torch.Tensor) -> None:
+        """Start on so many tiles of a table of `Sums`."""
+        pointer, column = table.data_ptr(), table.shape[1] * 8
+        arguments = [pointer, pointer + column, pointer + 2 * column, table.shape[1], pointer + 3 * column, first]
+        arguments += [0] * (self._image.parameters - len(arguments))
+        stream = torch.cuda.current_stream(table.device).cuda_stream
+        self._driver.launch(self._function, tiles, self._image.threads, self._image.shared, stream, arguments)
 
 
-def _collect(sums: torch.Tensor, *_read: object) -> bytes:
-    """The digests, once the kernel has written them and so has no more use for what it reads."""
-    found = sums.cpu()
-    return bytes(tensor_memory(found))  # hosts of NVIDIA GPUs are little-endian
+class Sums:
+    """The digests of rows of GPU memory, begun row by row as the memory is mapped.
+
+    Args:
+        kernel: computes them.
+        device: of the memory.
+        addresses: int64, the rows' first bytes, each a multiple of 16.
+        lengths: int64, the rows' bytes.
+    """
+
+    def __init__(self, kernel: Kernel, device: torch.device, addresses: torch.Tensor, lengths: torch.Tensor) -> None:
+        tiles = (lengths + (_TILE_WORDS * 8 - 1)) // (_TILE_WORDS * 8)
+        self._kernel = kernel
+        self._last_tiles = tiles.cumsum(0)
+        self._furthest = (addresses + lengths).cummax(0).values
+        # One copy for all four columns, the sums at zero among them: no kernel of torch's has to be loaded for it.
+        columns = [addresses, lengths, self._last_tiles - tiles, torch.zeros_like(lengths)]
+        self._table = torch.stack(columns).to(device)
+        self._launched = 0
+
+    def launch(self, mapped: int | None = None) -> None:
+        """Start on the rows that end at or before an address and are not begun; on all that are left if None."""
+        rows = len(self._furthest)
+        if mapped is not None:
+            rows = int(torch.searchsorted(self._furthest, mapped, right=True))
+        tiles = int(self._last_tiles[rows - 1]) if rows else 0
+        if tiles > self._launched:
+            self._kernel.launch(self._launched, tiles - self._launched, self._table)
+            self._launched = tiles
+
+    def collect(self) -> bytes:
+        """Wait for the digests, once every row was begun: `SIZE` bytes each, end to end."""
+        found = self._table[3].cpu()
+        return bytes(tensor_memory(found))  # hosts of NVIDIA GPUs are little-endian
+
+
+def _column(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.frombuffer(array("q", numbers or [0]), dtype=torch.int64)
+
+
+def _collect(sums: Sums, _read: object) -> bytes:
+    """The digests, once the kernel has written them and so has no more use for the copies that it reads."""
+    return sums.collect()
 
 
 _kernels: dict[tuple[int, int], Kernel | None] = {}
+_loading = threading.Lock()
 
 
-def _kernel(driver: Driver, arena: torch.Tensor) -> Kernel | None:
-    device = arena.device.index
-    key = (id(driver), device)
-    if key not in _kernels:
-        _kernels[key] = _load(driver, device)
-    return _kernels[key]
+def _kernel(driver: Driver, device: torch.device) -> Kernel | None:
+    key = (id(driver), device.index)
+    with _loading:  # a thread may be at it, ahead of the one that needs it
+        if key not in _kernels:
+            _kernels[key] = _load(driver, device.index)
+        return _kernels[key]
 
 
 def _load(driver: Driver, device: int) -> Kernel | None:
@@ -199,6 +250,7 @@ def _compile(capability: tuple[int, int]) -> _Image:
     from weightcache.arena.mix64_kernel import mix64_sums
 
     signature = {"addresses": "*i64", "sizes": "*i64", "first_tiles": "*i64", "rows": "i64", "sums": "*i64"}
+    signature["first_tile"] = "i64"
     source = ASTSource(mix64_sums, {**signature, "tile_words": "constexpr"}, {"tile_words": _TILE_WORDS})
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     compiled = triton.compile(source, target=target, options={"num_warps": 4})

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -25,6 +26,9 @@ from weightcache.manifest import ITEM_SIZES, Manifest
 KIND: Final = "cuda_vmm"
 CHUNK_BYTES: Final = 2 << 30
 """96 GiB in chunks of 2 GiB map in 6 ms, of 256 MiB in 25 ms; larger ones raise what a publisher needs to spare."""
+
+FIRST_CHUNKS: Final = 4
+"""How many chunks are mapped before the GPU begins to verify them."""
 
 STORAGE_BYTES: Final = 32 << 20
 """What tensors share a storage at most; a larger tensor has one of its own. Saving a module writes no more than this
@@ -60,6 +64,24 @@ def _make_room_for_descriptors() -> None:
 
 
 _make_room_for_descriptors()  # on import, which an engine does before it touches its GPU
+
+
+def prepare(device: int | None) -> None:
+    """Begin, in a thread, with what the first mapping would otherwise wait for: to load the digest's kernel.
+
+    An engine's first call to its daemon takes as long. Nothing waits for the thread but who needs the same.
+    """
+    device = torch.cuda.current_device() if device is None else device
+    driver = nvidia()
+
+    def run() -> None:
+        try:
+            torch.cuda.set_device(device)  # gives this thread the context that the process's other threads use
+            cuda_digest.prepare(driver, device)
+        except (DriverError, RuntimeError) as error:  # whoever needs the kernel meets the same, and raises it
+            _log.debug("the digest's kernel was not loaded ahead: %s", error)
+
+    threading.Thread(target=run, name="weightcache-prepare", daemon=True).start()
 
 
 def require_export(device: int | None, driver: Driver | None = None, *, prove: bool = True) -> None:
@@ -209,6 +231,7 @@ class CudaVmmMapping:
         manifest: validated.
         device: CUDA ordinal of the GPU that will compute with it.
         driver: this process's own if None.
+        rows: whose digests to begin with while the rest is still being mapped.
 
     Raises:
         ImportRejected: ``manifest_invalid``: a descriptor is no GPU memory, or not as much as the manifest says.
@@ -216,7 +239,12 @@ class CudaVmmMapping:
     """
 
     def __init__(
-        self, descriptors: Sequence[int], manifest: Manifest, device: int, driver: Driver | None = None
+        self,
+        descriptors: Sequence[int],
+        manifest: Manifest,
+        device: int,
+        driver: Driver | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
         try:
             self._driver = driver or nvidia()
@@ -233,11 +261,18 @@ class CudaVmmMapping:
         except DriverError as error:
             raise _miss(error, "the arena cannot be mapped") from error
         self._row_sizes: list[int] | None = None
+        self._rows = rows
+        self._sums: cuda_digest.Sums | None = None
+        steps = _steps(len(manifest.chunks))
         try:
             for index, (descriptor, size) in enumerate(zip(descriptors, manifest.chunks, strict=True)):
                 self._map(index, descriptor, size)
-            self._range.protect()
-            self._bytes = self._range.tensor()
+                if index + 1 in steps:
+                    self._range.protect()
+                    if index + 1 == steps[0]:
+                        self._bytes = self._range.tensor()
+                    if rows is not None:
+                        self._digest_ahead(manifest, rows, first=index + 1 == steps[0])
         except DriverError as error:
             self._range.close()
             raise _miss(error, "the arena cannot be mapped") from error
@@ -272,10 +307,24 @@ class CudaVmmMapping:
         return tensors
 
     def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
+        sums, self._sums = self._sums, None
+        if sums is not None and rows == self._rows:
+            return sums.collect
+        return cuda_digest.start(self._bytes, *self._extents(manifest, rows), self._driver)
+
+    def _digest_ahead(self, manifest: Manifest, rows: Sequence[int], *, first: bool) -> None:
+        """Let the GPU begin with those rows that lie in what is readable by now."""
+        if first:
+            self._sums = cuda_digest.ahead(self._bytes, *self._extents(manifest, rows), self._driver)
+        if self._sums is not None:
+            self._sums.launch(self._bytes.data_ptr() + self._range.mapped)
+
+    def _extents(self, manifest: Manifest, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """First byte and bytes of each of these rows."""
         offsets, sizes = manifest.offsets, self._sizes(manifest)
         if rows != range(len(offsets)):
             offsets, sizes = [offsets[row] for row in rows], [sizes[row] for row in rows]
-        return cuda_digest.start(self._bytes, offsets, sizes, self._driver)
+        return offsets, sizes
 
     def _sizes(self, manifest: Manifest) -> list[int]:
         """Bytes from the first to the last of each row."""
@@ -321,6 +370,7 @@ class _Range:
         self.size = size
         self.sizes: list[int] = []
         self._driver = driver
+        self._protected = 0
         self._address = 0
         self._address = driver.reserve(size)
 
@@ -336,8 +386,10 @@ class _Range:
             self._driver.set_access(start, size, self.device, writable=True)
 
     def protect(self) -> None:
-        """Give every mapped byte to this process's kernels to read, and to none to write."""
-        self._driver.set_access(self._address, self.mapped, self.device, writable=False)
+        """Give what was mapped since the last time to this process's kernels to read, and to none to write."""
+        start, mapped = self._protected, self.mapped
+        self._driver.set_access(self._address + start, mapped - start, self.device, writable=False)
+        self._protected = mapped
 
     def tensor(self) -> torch.Tensor:
         return self._driver.tensor(self._address, self.size, self.device, self)
@@ -362,6 +414,19 @@ class _Range:
     def __del__(self) -> None:
         if not sys.is_finalizing():  # the end of the process takes everything along
             self.close()
+
+
+def _steps(chunks: int) -> list[int]:
+    """After how many chunks what is mapped becomes readable: a GPU has something to verify while the rest is mapped.
+
+    It verifies 2 GiB in 0.5 ms, and mapping them takes 0.1 ms; so every step may be twice as long as the one before.
+    """
+    steps: list[int] = []
+    length = FIRST_CHUNKS
+    while sum(steps[-1:]) + length < chunks:
+        steps.append(sum(steps[-1:]) + length)
+        length *= 2
+    return [*steps, chunks]
 
 
 def _chunk_sizes(size: int, chunk_bytes: int, page: int) -> list[int]:

@@ -25,13 +25,16 @@ def writer(size: int, device: torch.device) -> WritableArena:
     raise CacheMiss("device", "weights on this device cannot be kept", expected="cpu or cuda", found=device.type)
 
 
-def mapping(manifest: Manifest, descriptors: Sequence[int], device: int | None = None) -> MappedArena:
+def mapping(
+    manifest: Manifest, descriptors: Sequence[int], device: int | None = None, rows: Sequence[int] | None = None
+) -> MappedArena:
     """An arena mapped for this process.
 
     Args:
         manifest: validated.
         descriptors: the arena's chunks in order; may be closed once this returns.
         device: CUDA ordinal for weights on a GPU; torch's current device if None.
+        rows: whose digests a GPU may begin with at once.
 
     Raises:
         CacheMiss: it cannot be mapped here.
@@ -41,7 +44,7 @@ def mapping(manifest: Manifest, descriptors: Sequence[int], device: int | None =
     if manifest.arena == "cuda_vmm" and torch.cuda.is_available():
         from weightcache.arena.cuda_vmm import CudaVmmMapping
 
-        return CudaVmmMapping(descriptors, manifest, _ordinal(device))
+        return CudaVmmMapping(descriptors, manifest, _ordinal(device), rows=rows)
     raise CacheMiss(
         "device",
         f"the weights are on {manifest.device or manifest.arena}, which this process cannot use",

@@ -23,9 +23,10 @@ def mix64_sums(
     first_tiles,  # number of each row's first tile
     rows,  # how many
     sums,  # one a row, zero at the start
+    first_tile,  # of this launch
     tile_words: tl.constexpr,
 ):
-    tile = tl.program_id(0).to(tl.int64)
+    tile = first_tile + tl.program_id(0).to(tl.int64)
     # The row of this tile is the last one that begins at or before it; rows without bytes have no tile.
     row = tl.zeros((), tl.int64)
     beyond = rows
