@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weightcache.journal import Context, boottime_ns
 from weightcache.keeper.console import say
@@ -46,6 +46,8 @@ class Child:
         """pid and start time of the process, until nothing of its session is left."""
         self.inherited: ChildRecord | None = None
         """What the predecessor left, until it is taken over."""
+        self.handed = False
+        """The predecessor was another program in this same process, and left everything."""
         self.launch: Launch | None = None
         self.output: Output | None = None
         self.timer: Timer | None = None
@@ -135,6 +137,44 @@ class Child:
         (pid, ticks), place = self.leader or (None, None), self.context
         episode, attempt = (place.episode, place.attempt) if place else (None, None)
         return ChildRecord(self.name, self.role, self.state, pid, ticks, self.ready, self.since_ns, episode, attempt)
+
+    def hand_over(self) -> dict[str, Any]:
+        """Everything, for another program in this process; descriptors by number."""
+        return {
+            "record": self.record()._asdict(),
+            "notify": self._notify.fileno(),
+            "stored": self.store.hand_over(),
+            "output": [str(self.output.path), self.output.shown] if self.output else None,
+            "litter": sorted(self.litter.noted),
+            "how": self.how,
+            "adopted": self.adopted,
+            "ordered": self.ordered,
+            "status": self.status,
+            "error": self.error,
+            "starts": self.starts,
+            "next_start": self.next_start,
+            "last_exit": self.last_exit,
+            "quick_deaths": self._quick_deaths,
+            "slot": self.slot.hand_over() if self.slot else None,
+        }
+
+    def take_back(self, handed: dict[str, Any]) -> None:
+        """Be what `hand_over` gave, except for the process itself."""
+        self.handed, self.inherited = True, ChildRecord(**handed["record"])
+        self.state, self.ready, self.since_ns = self.inherited.state, self.inherited.ready, self.inherited.since_ns
+        for name, fd, poll in handed["stored"]:
+            os.set_inheritable(fd, False)
+            self.store.add(name, fd, poll=poll)
+        if handed["output"] is not None:
+            path, shown = handed["output"]
+            self.output = Output(Path(path), shown)
+        self.litter.noted = {(name, inode) for name, inode in handed["litter"]}
+        self.how, self.adopted, self.ordered = handed["how"], handed["adopted"], handed["ordered"]
+        self.status, self.error, self.starts = handed["status"], handed["error"], handed["starts"]
+        self.next_start, self.last_exit = handed["next_start"], Exit(*handed["last_exit"])
+        self._quick_deaths = handed["quick_deaths"]
+        if self.slot is not None and handed["slot"] is not None:
+            self.slot.take_back(handed["slot"])
 
     @property
     def at_rest(self) -> bool:

@@ -30,6 +30,7 @@ class DescriptorStore:
     def __init__(self) -> None:
         self._stored: dict[str, list[int]] = {}
         self._order: dict[int, str] = {}
+        self._polled: set[int] = set()
         self._hangups = select.epoll()
 
     def __len__(self) -> int:
@@ -42,6 +43,10 @@ class DescriptorStore:
     def entries(self) -> list[Stored]:
         """What is stored, in order."""
         return [Stored(name, fd) for fd, name in self._order.items()]
+
+    def hand_over(self) -> list[tuple[str, int, bool]]:
+        """Name, descriptor and whether it is polled, in order; what `add` takes again."""
+        return [(name, fd, fd in self._polled) for fd, name in self._order.items()]
 
     def holds(self, prefix: str) -> bool:
         """Whether the name of something stored begins like this."""
@@ -67,6 +72,7 @@ class DescriptorStore:
         self._stored.setdefault(name, []).append(fd)
         self._order[fd] = name
         if poll:
+            self._polled.add(fd)
             with contextlib.suppress(PermissionError):  # regular files cannot be polled, and never hang up
                 # No events asked for: hang-up and error always come. Readable data is the owner's affair, and on a
                 # duplicate of a connection would never end.
@@ -116,6 +122,7 @@ class DescriptorStore:
 
     def _close(self, fd: int) -> None:
         del self._order[fd]
+        self._polled.discard(fd)
         # Closing alone is not enough: duplicates keep the open file, and with it epoll's entry, alive.
         with contextlib.suppress(FileNotFoundError, PermissionError):
             self._hangups.unregister(fd)

@@ -2,15 +2,18 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from weightcache.journal import Context, Journal, boottime_ns
 from weightcache.keeper.child import STORING_ROLES, Child
 from weightcache.keeper.console import say
-from weightcache.keeper.control import ControlServer
+from weightcache.keeper.control import ControlServer, Later
 from weightcache.keeper.fdstore import remove_dead_socket
+from weightcache.keeper.handover import Handover
 from weightcache.keeper.launch import raise_descriptor_limit
 from weightcache.keeper.loop import Loop
 from weightcache.keeper.notify import NotifySocket
@@ -19,9 +22,11 @@ from weightcache.keeper.session import SessionEnd
 from weightcache.keeper.slot import ORDERED_CAUSES, Slot
 from weightcache.keeper.spec import ChildSpec, KeeperSpec
 from weightcache.keeper.state import KeeperState
+from weightcache.keeper.succession import Succession
 from weightcache.paths import private_dir
 from weightcache.process import Exit, Process, reap_strangers
 from weightcache.sdnotify import Notifier
+from weightcache.version import VERSION
 
 TICK_S: Final = 5.0
 HOLD_S: Final = 1.0
@@ -30,6 +35,7 @@ ECHO_S: Final = 0.2
 STOP_ORDER: Final = ("gate", "other", "engine", "daemon")
 ARENA: Final = "arena-"
 """How the daemon's names for descriptors of weights begin."""
+_SOON_S: Final = 0.001
 LAST_LINES: Final = 20
 """Lines of output shown when an engine is given up."""
 
@@ -37,34 +43,54 @@ LAST_LINES: Final = 20
 class Keeper:
     """See the top of this module.
 
+    Args:
+        file: the spec.
+        handover: what an earlier program in this process leaves, None for a keeper that starts.
+
     Raises:
-        ConfigError: the runtime or state folder cannot be used, or has a keeper already.
+        ConfigError: the spec, or the runtime or state folder, cannot be used; or the folder has a keeper already.
     """
 
-    def __init__(self, spec: KeeperSpec) -> None:
-        self.spec = spec
+    SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    """What ends it."""
+
+    def __init__(self, file: Path, handover: Handover | None = None) -> None:
+        self.file = file
+        self.spec = spec = KeeperSpec.load(file)
+        self._handover = handover
         self._output_dir = private_dir(private_dir(spec.state_dir) / "output")
-        self.state = KeeperState(spec.runtime_dir, [child.name for child in spec.children])
-        self._open_files = raise_descriptor_limit()
-        self._loop = Loop()
+        lock = handover.lock if handover else None
+        self.state = KeeperState(spec.runtime_dir, [child.name for child in spec.children], lock)
+        limit = raise_descriptor_limit()
+        self.open_files = handover.open_files if handover else limit
+        self.loop = Loop()
         self._journal = Journal(spec.journal, Context(spec.node))
         self._manager = Notifier.from_environment()
         self._stages: list[str] | None = None
         self._failed = False
         self._interrupts = 0
-        self.children = [self._child(child) for child in spec.children]
+        self.succession: Succession | None = None
+        self.children = [self._child(child, handover) for child in spec.children]
         self._residents = self._arrange_residents()
 
     def run(self) -> int:
         """Keep the children until SIGTERM, SIGINT or SIGHUP; returns the exit status."""
-        self._loop.on_signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._on_signal)
-        self._take_over()
-        self._control = ControlServer(self._loop, self.state.control_path, self._answer)
+        self.loop.on_signals(self.SIGNALS, self._on_signal)
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
+        self._take_over(handover)
+        self.control = ControlServer(
+            self.loop, self.state.control_path, self._answer, handover.control if handover else None
+        )
+        if handover is not None:
+            told = {"ok": True, "pid": os.getpid(), "release": VERSION, "previous": handover.release}
+            self.control.answer(Later(handover.asker), told)
         self._manager.ready(f"{len(self.children)} processes")
         self._repeat(TICK_S, self._tick)
         if self.spec.foreground:
             self._repeat(ECHO_S, self._echo)
-        self._loop.run()
+        self.loop.run()
         self._leave()
         return int(self._failed)
 
@@ -80,25 +106,31 @@ class Keeper:
 
     # Taking over
 
-    def _take_over(self) -> None:
-        predecessor, records = self.state.load()
-        if predecessor is not None:
-            self._journal.append("process", "exited", {"process": "keeper", "pid": predecessor})
-        self._journal.append("process", "started", {"process": "keeper", "pid": os.getpid()})
+    def _take_over(self, handover: Handover | None) -> None:
+        about = {"process": "keeper", "pid": os.getpid(), "release": VERSION}
+        if handover is not None:
+            records = handover.records
+            self._journal.append("process", "reexecuted", {**about, "previous": handover.release})
+        else:
+            predecessor, records = self.state.load()
+            if predecessor is not None:
+                self._journal.append("process", "exited", {"process": "keeper", "pid": predecessor})
+            self._journal.append("process", "started", about)
         known = {child.name: child for child in self.children}
         retired = []
         # First all records, then deeds: whatever is saved meanwhile must be the whole truth for the next successor.
         for record in records:
             if record.name not in known and record.pid is not None:
-                known[record.name] = self._child(ChildSpec(record.name, record.role, ("true",)))
+                known[record.name] = self._child(ChildSpec(record.name, record.role, ("true",)), handover)
                 retired.append(known[record.name])
             if record.name in known:
                 known[record.name].inherited = record
         self.children += retired
         for child in self.children:
-            child.ordered = child in retired
-            if child.slot is not None:
-                child.slot.resume()
+            if not child.handed:
+                child.ordered = child in retired
+                if child.slot is not None:
+                    child.slot.resume()
             self._resume(child)
         for child in retired:
             if child.slot is not None:
@@ -106,6 +138,8 @@ class Keeper:
             if child.process is not None:
                 child.ordered = False
                 self._end(child, resumes=False)
+        if handover is not None:
+            self._save()
 
     def _resume(self, child: Child) -> None:
         """Go on with a child where the predecessor left it, or start it."""
@@ -114,30 +148,42 @@ class Keeper:
             if record is not None and record.state in ("failed", "stopped"):
                 child.state = record.state
                 return
+            if child.next_start is not None:  # handed over in the middle of a pause
+                self._start_after(child, max(_SOON_S, child.next_start - time.monotonic()))
+                return
             if child.slot is not None:
                 child.slot.first_start()
             self._start(child)
             return
         child.leader, child.since_ns = (record.pid, record.start_ticks), record.since_ns
-        child.open_output(self._output_dir)
+        if child.output is None:
+            child.open_output(self._output_dir)
         process = Process.open(record.pid, record.start_ticks)
         if process is None:
             self._ended(child, record.pid, record.start_ticks, boottime_ns())
             return
+        self.loop.watch(process, lambda: self._on_exit(child))
+        child.state = "running"
+        if child.handed:
+            child.process = process
+            return
         child.began(process, record.since_ns)
-        child.ready, child.adopted, child.state = record.ready, True, "running"
+        child.ready, child.adopted = record.ready, True
         if child.slot is not None:
             child.slot.spawned(process, "adopted")
         else:
             self._journal.append("process", "adopted", _about(child, process.pid, process.start_ticks))
-        self._loop.watch(process, lambda: self._on_exit(child))
         say(f"adopted {child.name}, pid {process.pid}", child.context)
         if child.role in STORING_ROLES:
             process.send_signal(signal.SIGHUP)
 
-    def _child(self, spec: ChildSpec) -> Child:
+    def _child(self, spec: ChildSpec, handover: Handover | None) -> Child:
         slot = Slot(spec, self._journal) if spec.role == "engine" else None
-        child = Child(spec, self._loop, NotifySocket(self.state.notify_path(spec.name)), slot)
+        handed = handover.children.get(spec.name) if handover else None
+        socket = NotifySocket(self.state.notify_path(spec.name), handed["notify"] if handed else None)
+        child = Child(spec, self.loop, socket, slot)
+        if handed is not None:
+            child.take_back(handed)
         child.listen(self._on_ready)
         return child
 
@@ -147,7 +193,7 @@ class Keeper:
         child.cancel_timer()
         if child.name in self._residents and any(it.slot.is_open for it in self.children if it.slot):
             # Its imports would compete with a start that somebody waits for.
-            child.state, child.timer = "waiting", self._loop.after(HOLD_S, lambda: self._start(child))
+            child.state, child.timer = "waiting", self.loop.after(HOLD_S, lambda: self._start(child))
             return
         child.state, child.starts, child.adopted, child.ordered = "starting", child.starts + 1, False, False
         if child.slot is not None:
@@ -155,7 +201,7 @@ class Keeper:
         try:
             context = child.slot.context if child.slot else self._journal.context
             environment = self.spec.environment(child.spec, context, self.state.notify_path(child.name))
-            process = child.fork(environment, self._output_dir, self._open_files)
+            process = child.fork(environment, self._output_dir, self.open_files)
         except OSError as error:  # no room for another process, descriptor or file
             child.error = f"cannot start: {error}"
             say(f"{child.name} {child.error}", child.context)
@@ -169,8 +215,8 @@ class Keeper:
         else:
             self._journal.append("process", "spawned", _about(child, process.pid, process.start_ticks))
         assert child.launch is not None
-        self._loop.watch(child.launch, lambda: self._on_exec(child))
-        self._loop.watch(process, lambda: self._on_exit(child))
+        self.loop.watch(child.launch, lambda: self._on_exec(child))
+        self.loop.watch(process, lambda: self._on_exit(child))
         child.launch.go()
 
     def _holds_weights(self) -> bool | None:
@@ -181,7 +227,7 @@ class Keeper:
     def _on_exec(self, child: Child) -> None:
         assert child.launch is not None
         failure = child.launch.outcome()
-        self._loop.unwatch(child.launch)
+        self.loop.unwatch(child.launch)
         child.launch.close()
         child.launch = None
         if failure is not None:
@@ -206,7 +252,7 @@ class Keeper:
         at_ns = boottime_ns()
         process = child.process
         assert process is not None
-        self._loop.unwatch(process)
+        self.loop.unwatch(process)
         child.hear()  # what it stored before it died
         if child.launch is not None:
             self._on_exec(child)
@@ -218,7 +264,7 @@ class Keeper:
         child.cancel_timer()
         if child.slot is not None:
             child.litter.note(pid)
-        SessionEnd(self._loop, pid, ticks, lambda stuck: self._cleared(child, stuck))
+        SessionEnd(self.loop, pid, ticks, lambda stuck: self._cleared(child, stuck))
         status = child.process.reap() if child.process else Exit(None, None)
         child.last_exit = status
         if child.process is not None:
@@ -277,7 +323,7 @@ class Keeper:
                 child.slot.end("backoff")
             self._start(child)
 
-        child.timer = self._loop.after(seconds, due)
+        child.timer = self.loop.after(seconds, due)
 
     def _give_up(self, child: Child) -> None:
         slot = child.slot
@@ -304,7 +350,7 @@ class Keeper:
             return
         child.state = "ending"
         child.process.terminate_group()
-        child.timer = self._loop.after(child.spec.stop_s, lambda: self._kill(child))
+        child.timer = self.loop.after(child.spec.stop_s, lambda: self._kill(child))
 
     def _kill(self, child: Child) -> None:
         if child.process is not None:
@@ -322,6 +368,8 @@ class Keeper:
                     self._kill(child)
 
     def _stop(self) -> None:
+        if self.succession is not None:
+            self.succession.fail("it is stopping")
         self._manager.stopping()
         for child in self.children:
             if child.slot is not None:
@@ -338,11 +386,11 @@ class Keeper:
             if any(not child.at_rest for child in stage):
                 return
             self._stages.pop(0)
-        self._loop.stop()
+        self.loop.stop()
 
     def _leave(self) -> None:
         """Leave nothing behind."""
-        self._control.close()
+        self.control.close()
         listeners = [path for child in self.children for path in child.store.listening_at()]
         for child in self.children:
             child.close()
@@ -353,20 +401,22 @@ class Keeper:
         about = {"process": "keeper", "pid": os.getpid(), "exit_code": int(self._failed), "signal": None}
         self._journal.append("process", "exited", about)
         self._journal.close()
-        self._loop.close()
+        self.loop.close()
         self.state.remove()
 
     # Telling and being told
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any] | Later:
         match request:
             case {"status": True}:
                 children = [child.facts() for child in self.children]
-                return {"pid": os.getpid(), "node": self.spec.node, "children": children}
+                return {"pid": os.getpid(), "release": VERSION, "node": self.spec.node, "children": children}
+            case {"reexec": True}:
+                return self._succeed(str(request.get("python", sys.executable)))
             case {"restart": str(name)}:
                 return self._order(self._named(name), request)
             case {"stop": True}:
-                self._loop.after(0, self._stop)
+                self.loop.after(0, self._stop)
                 return {"ok": True}
             case {"stop": str(name)}:
                 child = self._named(name)
@@ -375,6 +425,17 @@ class Keeper:
                 self._end(child, resumes=False)
                 return {"ok": True}
         raise ValueError('a request is {"status": true}, {"restart": NAME, "cause": CAUSE} or {"stop": NAME or true}')
+
+    def _succeed(self, python: str) -> Later:
+        """Go on as the program that is installed for an interpreter now."""
+        if self._stages is not None or self.succession is not None:
+            raise ValueError("the keeper is " + ("stopping" if self._stages is not None else "being replaced already"))
+        later = Later()
+        try:
+            self.succession = Succession(self, later, python)
+        except OSError as error:
+            raise ValueError(f"the new program cannot be tried: {error}") from error
+        return later
 
     def _order(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
         if self._stages is not None:
@@ -398,7 +459,8 @@ class Keeper:
         for child in self.children:
             child.tick()
         if os.getpid() == 1 or self._residents:
-            reap_strangers([child.process.pid for child in self.children if child.process])
+            ours = [child.process.pid for child in self.children if child.process]
+            reap_strangers([*ours, self.succession.trial.pid] if self.succession else ours)
 
     def _echo(self) -> None:
         for child in self.children:
@@ -408,9 +470,9 @@ class Keeper:
     def _repeat(self, seconds: float, callback: Callable[[], None]) -> None:
         def again() -> None:
             callback()
-            self._loop.after(seconds, again)
+            self.loop.after(seconds, again)
 
-        self._loop.after(seconds, again)
+        self.loop.after(seconds, again)
 
     def _save(self) -> None:
         try:

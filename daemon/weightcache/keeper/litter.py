@@ -29,7 +29,8 @@ class Litter:
     """The segments that one slot's processes map."""
 
     def __init__(self) -> None:
-        self._noted: set[tuple[str, int]] = set()
+        self.noted: set[tuple[str, int]] = set()
+        """Names and inodes."""
 
     def note(self, session: int) -> None:
         """Note what the processes of a session map now."""
@@ -39,15 +40,15 @@ class Litter:
             if stat is not None and stat.session == session:
                 inodes.update(_mapped(pid))
         if inodes:
-            self._noted.update((name, inode) for name, inode in _segments() if inode in inodes)
+            self.noted.update((name, inode) for name, inode in _segments() if inode in inodes)
 
     def clear(self) -> list[str]:
         """Remove what was noted and nobody maps; returns the names. Call it once the session is dead."""
-        if not self._noted:
+        if not self.noted:
             return []
         in_use = {inode for pid in _processes() for inode in _mapped(pid)}
-        removed = [name for name, inode in sorted(self._noted) if inode not in in_use and _remove(FOLDER / name, inode)]
-        self._noted.clear()
+        removed = [name for name, inode in sorted(self.noted) if inode not in in_use and _remove(FOLDER / name, inode)]
+        self.noted.clear()
         return removed
 
 

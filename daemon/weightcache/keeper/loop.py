@@ -4,6 +4,7 @@ asyncio would do, at five times the memory.
 """
 
 import contextlib
+import select
 import selectors
 import signal
 import socket
@@ -71,6 +72,12 @@ class Loop:
                     callback(number)
 
         self.watch(ours, arrived)
+
+    def signalled(self) -> bool:
+        """Whether a signal has arrived that was not called back for yet."""
+        poller = select.poll()
+        poller.register(self._signal_ends[0], select.POLLIN)
+        return bool(poller.poll(0))
 
     def run(self) -> None:
         """Serve until `stop` is called."""

@@ -38,12 +38,20 @@ class Message(NamedTuple):
 class NotifySocket:
     """The ``NOTIFY_SOCKET`` of one child, bound anew: what an earlier keeper left at the path is replaced.
 
+    Args:
+        path: where.
+        bound: the descriptor of one that is bound there, from an earlier program in this process.
+
     Raises:
         ConfigError: ``path_too_long``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, bound: int | None = None) -> None:
         self.path = checked_socket_path(path)
+        if bound is not None:
+            self._socket = socket.socket(fileno=bound)
+            self._socket.setblocking(False)
+            return
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

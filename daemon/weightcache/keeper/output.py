@@ -17,12 +17,15 @@ _TAIL_BYTES: Final = 256 << 10
 
 
 class Output:
-    """One output file, opened for appending. The child gets `fileno`; the keeper trims, reads and keeps its tail."""
+    """One output file, opened for appending. The child gets `fileno`; the keeper trims, reads and keeps its tail.
 
-    def __init__(self, path: Path) -> None:
+    ``shown`` is how far `show` has come: to the present end, if None.
+    """
+
+    def __init__(self, path: Path, shown: int | None = None) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._shown = os.fstat(self._fd).st_size
+        self.shown = os.fstat(self._fd).st_size if shown is None else shown
 
     def fileno(self) -> int:
         return self._fd
@@ -47,11 +50,11 @@ class Output:
 
     def show(self, fd: int) -> None:
         """Copy what is new since the last call (or since opening) to a descriptor, as far as it takes it at once."""
-        if os.fstat(self._fd).st_size < self._shown:  # trimmed meanwhile
-            self._shown = 0
-        while data := os.pread(self._fd, 64 << 10, self._shown):
+        if os.fstat(self._fd).st_size < self.shown:  # trimmed meanwhile
+            self.shown = 0
+        while data := os.pread(self._fd, 64 << 10, self.shown):
             taken = offer(fd, data)
-            self._shown += taken
+            self.shown += taken
             if taken < len(data):
                 return
 

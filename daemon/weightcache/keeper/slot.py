@@ -34,6 +34,14 @@ class OomWatch:
         self._counter = counter
         self.look()
 
+    def hand_over(self) -> list[str | int | None]:
+        """The counter's file, and what it was when it was noted; what `take_back` takes."""
+        return [str(self._counter) if self._counter else None, self._before]
+
+    def take_back(self, handed: list[Any]) -> None:
+        """Go on with what an earlier program of this process watched."""
+        self._counter, self._before = Path(handed[0]) if handed[0] else None, handed[1]
+
     def look(self) -> None:
         """Note the counter. Called often, so that kills of long ago prove nothing."""
         self._before = oom_kills(self._counter)
@@ -101,6 +109,26 @@ class Slot:
             self._faults.append(fault)
         ends = self._all("kind = 'attempt_end' AND episode = ? AND name = 'crashed'", self.episode)
         self._faults += [event.boottime_ns for event in ends if event.boot_id == boot_id()]
+
+    def hand_over(self) -> dict[str, Any]:
+        """Where the slot stands, for another program in this process."""
+        return {
+            "episode": self.episode,
+            "attempt": self.attempt,
+            "hopeless": self.hopeless,
+            "faults": self._faults,
+            "over": self._over,
+            "opened_ns": self._opened_ns,
+            "opened_boot": self._opened_boot,
+            "oom": self.oom.hand_over(),
+        }
+
+    def take_back(self, handed: dict[str, Any]) -> None:
+        """Stand where the earlier program of this process stood."""
+        self.episode, self.attempt, self.hopeless = handed["episode"], handed["attempt"], handed["hopeless"]
+        self._faults, self._over = handed["faults"], handed["over"]
+        self._opened_ns, self._opened_boot = handed["opened_ns"], handed["opened_boot"]
+        self.oom.take_back(handed["oom"])
 
     def first_start(self) -> None:
         """The keeper starts and there is no engine: open an episode, unless one is open in this boot."""

@@ -38,20 +38,25 @@ class ChildRecord(NamedTuple):
 class KeeperState:
     """The keeper's part of a runtime folder, owned by a lock that the kernel releases when its holder dies.
 
+    Args:
+        runtime_dir: the folder.
+        children: their names.
+        lock: the lock, where this process holds it already; acquired if None.
+
     Raises:
         ConfigError: ``already_running``, when another keeper holds the lock; ``not_private``, ``path_too_long``.
     """
 
-    def __init__(self, runtime_dir: Path, children: Iterable[str]) -> None:
+    def __init__(self, runtime_dir: Path, children: Iterable[str], lock: int | None = None) -> None:
         check_paths(runtime_dir, children)
         self.folder = private_dir(private_dir(runtime_dir) / "keeper")
         self.control_path = runtime_dir / "keeper.sock"
         self._runtime_dir = runtime_dir
         self._file = runtime_dir / STATE_FILE
         self._lock_path = _lock_path(runtime_dir)
-        self._lock = _acquire(runtime_dir)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self.lock = _acquire(runtime_dir) if lock is None else lock
+        os.ftruncate(self.lock, 0)
+        os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
 
     def notify_path(self, child: str) -> Path:
         """Where a child's notify socket is bound."""
@@ -80,7 +85,7 @@ class KeeperState:
 
     def close(self) -> None:
         """Give up the folder."""
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 def read(runtime_dir: Path) -> tuple[int | None, list[ChildRecord]]:

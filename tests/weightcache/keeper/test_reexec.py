@@ -1,0 +1,228 @@
+"""The keeper goes on as another program in the same process, with children, descriptors and state; nobody notices."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.weightcache.keeper.harness import PATIENCE_S, Node, alive, wait_for
+from tests.weightcache.keeper.test_keeper_descriptors import STORED, stored
+
+import weightcache
+from weightcache.errors import ConfigError
+
+PACKAGE = Path(weightcache.__file__).parent
+BREAKAGES: dict[str, Callable[[Path], object]] = {
+    "RuntimeError: broken release": lambda package: (package / "keeper" / "keeper.py").write_text(
+        "raise RuntimeError('broken release')"
+    ),
+    "SyntaxError": lambda package: (package / "process.py").write_text("def def"),
+    "No module named weightcache.keeper": lambda package: shutil.rmtree(package / "keeper"),
+    "reads format 99": lambda package: change(package / "keeper" / "handover.py", "FORMAT: Final = 1", "FORMAT = 99"),
+}
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def release(node: Node) -> Path:
+    """An installed release of the node's own, which can be replaced."""
+    package = node.folder / "installed" / "weightcache"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    # Without bytecode: two releases of one second and one size would be taken for each other.
+    node.popen["env"] = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    return package
+
+
+def reexec(node: Node) -> dict[str, Any]:
+    return node.ask({"reexec": True})
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_another_release_takes_over_everything(node: Node, release: Path) -> None:
+    node.add("daemon", "d", "stores", role="daemon")
+    node.add("a", "a", "worker")
+    node.add("gate", "g", role="gate")
+    node.options["closes_episodes"] = True
+    keeper = node.start()
+    wait_for(lambda: stored(node) == 4 and all(child["ready"] for child in node.state()["children"]))
+    before = node.state()
+    held = descriptors(keeper.pid)
+    change(release / "version.py", before["release"], "99.0")
+    answer = reexec(node)
+    assert answer == {"ok": True, "pid": keeper.pid, "release": "99.0", "previous": before["release"]}
+    after = node.state()
+    assert (after["pid"], after["release"]) == (keeper.pid, "99.0")
+    moving = ("uptime_s",)
+    for one, other in zip(before["children"], after["children"], strict=True):
+        assert {**one, **dict.fromkeys(moving)} == {**other, **dict.fromkeys(moving)}
+    wait_for(lambda: descriptors(keeper.pid) == held, "nothing leaks through")
+    assert len(node.all_reports()) == 3, "nobody was started again"
+
+    for turn in (2, 3):
+        node.kill(node.child("daemon")["pid"])
+        assert node.report("d", turn)["handed"] == STORED
+        assert node.report("d", turn)["open"][:7] == [0, 1, 2, 3, 4, 5, 6]
+        reexec(node)
+    worker = node.report("a")["worker"]
+    node.kill(node.child("a")["pid"])
+    node.report("a", 2)
+    assert not alive(worker)
+    (died,) = node.events("WHERE kind = 'process' AND name = 'exited' AND slot = 'a'")
+    assert died.attributes["signal"] == signal.SIGKILL, "its exit status is still this keeper's to know"
+    wait_for(lambda: node.child("a").get("ready"))
+    assert [(it.cause, it.outcome) for it in node.replay().episodes] == [("first_start", "ready"), ("crash", "ready")]
+    told = node.events("WHERE kind = 'process' AND name = 'reexecuted' ORDER BY id")
+    assert [event.attributes["release"] for event in told] == ["99.0"] * 3
+    assert node.events("WHERE name = 'adopted'") == []
+    assert node.stop(keeper)[0] == 0
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("message", BREAKAGES)
+def test_a_broken_release_replaces_nobody(node: Node, release: Path, message: str) -> None:
+    node.add("daemon", "d", "stores", role="daemon")
+    keeper = node.start()
+    wait_for(lambda: stored(node) == 4)
+    pid = node.child("daemon")["pid"]
+    BREAKAGES[message](release)
+    with pytest.raises(ConfigError, match="goes on") as refused:
+        reexec(node)
+    assert message in str(refused.value)
+    assert (node.state()["pid"], node.child("daemon")["pid"], stored(node)) == (keeper.pid, pid, 4)
+    # The child imports the same broken release; the keeper is what is tested.
+    shutil.rmtree(release)
+    shutil.copytree(PACKAGE, release, ignore=shutil.ignore_patterns("__pycache__"))
+    node.kill(pid)
+    assert node.report("d", 2)["handed"] == STORED
+    assert reexec(node)["ok"], "and a sound one is taken"
+
+
+def test_the_next_release_may_have_an_interpreter_of_its_own(node: Node) -> None:
+    node.add("a", "a")
+    keeper = node.start()
+    python = node.folder / "python"
+    with pytest.raises(ConfigError, match=r"cannot be tried: .*No such file"):
+        node.ask({"reexec": True, "python": str(python)})
+    assert node.state()["pid"] == keeper.pid
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"')
+    python.chmod(0o755)
+    assert node.ask({"reexec": True, "python": str(python)})["pid"] == keeper.pid
+    assert node.child("a")["starts"] == 1
+
+
+def test_another_spec_counts_from_then_on(node: Node) -> None:
+    for name in "ab":
+        node.add(name, name)
+    node.start()
+    pids = {name: node.report(name)["pid"] for name in "ab"}
+    node.children = []
+    node.add("a", "a", "worker")
+    node.add("c", "c")
+    node.spec()
+    reexec(node)
+    node.report("c")
+    wait_for(lambda: not alive(pids["b"]))
+    assert node.child("a")["pid"] == pids["a"], "what runs goes on"
+    node.order("a", "config_change")
+    assert node.report("a", 2)["worker"]
+    outcomes = {it.slot: it.outcome for it in node.replay().episodes}
+    assert outcomes["b"] == "abandoned"
+
+
+def test_what_dies_meanwhile_is_found(node: Node) -> None:
+    node.add("a", "a")
+    node.options["closes_episodes"] = True
+    node.start()
+    wait_for(lambda: node.child("a").get("ready"))
+    pid = node.child("a")["pid"]
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.settimeout(PATIENCE_S)
+        asker.connect(str(node.runtime_dir / "keeper.sock"))
+        asker.sendall(b'{"reexec": true}\n{"sta')
+        node.kill(pid)
+        with asker.makefile("rb") as lines:
+            assert json.loads(lines.readline())["ok"]
+            asker.sendall(b'tus": true}\n')
+            assert json.loads(lines.readline())["children"], "a request cut in two by it is answered as well"
+    node.report("a", 2)
+    (died,) = node.events("WHERE kind = 'process' AND name = 'exited' AND slot = 'a'")
+    assert (died.attributes["pid"], died.attributes["signal"]) == (pid, signal.SIGKILL)
+    assert node.replay().episodes[-1].cause == "crash"
+
+
+def test_a_pause_goes_on_and_a_given_up_slot_stays_so(node: Node) -> None:
+    node.add("a", "a", "crash", backoff_s=[0, 1000], limit=5)
+    node.add("b", "b", "bad-settings")
+    node.start()
+    wait_for(lambda: node.child("a").get("state") == "waiting" and node.child("b").get("state") == "failed")
+    before = node.child("a")
+    reexec(node)
+    after = node.child("a")
+    assert (after["state"], after["attempt"], after["starts"]) == ("waiting", 2, 2)
+    assert 900 < after["next_start_s"] <= before["next_start_s"]
+    assert node.child("b")["state"] == "failed"
+    assert [it.outcome for it in node.replay().episodes if it.slot == "b"] == ["abandoned"]
+    node.order("b", "config_change")
+    node.report("b", 2)
+
+
+def test_who_is_ending_is_waited_for_and_an_end_in_between_wins(node: Node) -> None:
+    node.add("a", "a", "stubborn", stop_s=1000)
+    keeper = node.start()
+    wait_for(lambda: node.child("a").get("ready"))
+    pid = node.child("a")["pid"]
+    node.ask({"stop": "a"})
+    wait_for(lambda: node.child("a")["state"] == "ending")
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.settimeout(PATIENCE_S)
+        asker.connect(str(node.runtime_dir / "keeper.sock"))
+        asker.sendall(b'{"reexec": true}\n')
+        with pytest.raises(ConfigError, match="already"):
+            wait_for(lambda: reexec(node))
+        keeper.terminate()
+        node.kill(pid)
+        with asker.makefile("rb") as lines:
+            assert "stopping" in json.loads(lines.readline())["error"]
+    keeper.communicate(timeout=PATIENCE_S)
+    assert keeper.returncode == 0
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_an_order_to_end_that_comes_with_it_is_obeyed(node: Node) -> None:
+    node.add("a", "a")
+    keeper = node.start()
+    wait_for(lambda: node.child("a").get("ready"))
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.connect(str(node.runtime_dir / "keeper.sock"))
+        asker.sendall(b'{"reexec": true}\n')
+        keeper.terminate()
+        keeper.communicate(timeout=PATIENCE_S)
+    assert keeper.returncode == 0
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_it_stays_under_16_mib(node: Node) -> None:
+    node.add("daemon", "d", "stores-many", role="daemon")
+    node.add("a", "a")
+    keeper = node.start()
+    wait_for(lambda: stored(node) == 300)
+    for _ in range(3):
+        reexec(node)
+    assert stored(node) == 300
+    lines = Path(f"/proc/{keeper.pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    assert int(status["VmRSS"].split()[0]) <= 16 << 10
