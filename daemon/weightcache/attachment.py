@@ -5,13 +5,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import nn
 
 from weightcache import messages
-from weightcache.arena import MappedArena, kinds
+from weightcache.arena import FilledArena, MappedArena, kinds
 from weightcache.binding import Binding, garbage_collection_off, require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ImportRejected, ProtocolError
 from weightcache.fingerprint import CacheConfig
@@ -26,8 +26,16 @@ from weightcache.version import VERSION
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""
 
-Loader = Callable[[Progress], str | None]
-"""Fills the model from disk. It may return the checkpoint's digest, taken while reading: no second read then."""
+
+class Loaded(NamedTuple):
+    """What a loader may tell: the checkpoint's digest, taken while reading, and the arena that it read into."""
+
+    digest: str | None
+    arena: FilledArena | None = None
+
+
+Loader = Callable[[Progress], str | Loaded | None]
+"""Fills the model from disk. With a digest there is no second read, with an arena there is no copy to publish."""
 
 
 @dataclass

@@ -18,7 +18,8 @@ import msgspec
 from torch import nn
 
 from weightcache import memory, messages, paths
-from weightcache.attachment import Attachment, Loader, Outcome, Progress, ignore_progress
+from weightcache.arena import FilledArena
+from weightcache.attachment import Attachment, Loaded, Loader, Outcome, Progress, ignore_progress
 from weightcache.binding import require_no_meta
 from weightcache.errors import CacheMiss, ConfigError, ResourceError
 from weightcache.fingerprint import CacheConfig
@@ -228,15 +229,19 @@ class _Recovery:
             self.attachment.disconnect()
         attachment = self.attachment
         with attachment.part("read"):
-            digest = self.load(self._report if claimed else ignore_progress)
-        require_no_meta(attachment.model)
-        if attachment.config.checkpoint_digest is None:
-            attachment.config = msgspec.structs.replace(attachment.config, checkpoint_digest=digest)
-        if claimed and attachment.config.checkpoint_digest is None:
-            self.outcome.private_because = "nothing could ever match them: nobody knows the checkpoint's digest"
-            attachment.disconnect()
-        elif claimed:
-            self._publish()
+            told = self.load(self._report if claimed else ignore_progress)
+        loaded = told if isinstance(told, Loaded) else Loaded(told)
+        with contextlib.ExitStack() as held:
+            if loaded.arena is not None:
+                held.callback(loaded.arena.close)  # its memory stays for as long as the model is on it
+            require_no_meta(attachment.model)
+            if attachment.config.checkpoint_digest is None:
+                attachment.config = msgspec.structs.replace(attachment.config, checkpoint_digest=loaded.digest)
+            if claimed and attachment.config.checkpoint_digest is None:
+                self.outcome.private_because = "nothing could ever match them: nobody knows the checkpoint's digest"
+                attachment.disconnect()
+            elif claimed:
+                self._publish(loaded.arena)
 
     def _claim(self, replace: bool) -> CacheMiss | None:
         """Ask for the right to load and publish; why it is not given, or None."""
@@ -300,12 +305,18 @@ class _Recovery:
             self._reported = now
             connection.tell(messages.Progress(done=done, total=total))
 
-    def _publish(self) -> None:
+    def _publish(self, arena: FilledArena | None) -> None:
         attachment, journal = self.attachment, self.attachment.journal
         journal.append("publish", "begin", {"config": attachment.config.to_dict()})
         try:
             with attachment.part("publish"):
-                packed = pack(attachment.model, attachment.config, origin=self.origin, slot=journal.context.slot)
+                packed = pack(
+                    attachment.model,
+                    attachment.config,
+                    origin=self.origin,
+                    slot=journal.context.slot,
+                    filled=arena,
+                )
             with contextlib.closing(packed):
                 with attachment.part("publish"):
                     generation = self._offer(packed)

@@ -11,13 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weightcache.arena import ALIGNMENT, align
+from weightcache.arena import ALIGNMENT, FilledArena, align
 from weightcache.binding import Place, walk
 from weightcache.manifest import KINDS
 
 
 class Region(NamedTuple):
-    """A run of bytes of one storage that goes to ``offset`` in the arena, and the rows that lie in it."""
+    """A run of bytes of one storage that goes to ``offset`` in the arena, and the rows that lie in it.
+
+    Without a ``source`` it is there.
+    """
 
     offset: int
     size: int
@@ -54,8 +57,13 @@ class Layout(NamedTuple):
         return [region.rows for region in self.regions if len(region.rows) > 1]
 
 
-def of(model: nn.Module) -> Layout:
-    """The layout of a loaded model's parameters and buffers, in the order of the module tree."""
+def of(model: nn.Module, arena: FilledArena | None = None) -> Layout:
+    """The layout of a loaded model's parameters and buffers, in the order of the module tree.
+
+    Args:
+        model: loaded.
+        arena: one that some of it lies in already. That stays there, and the rest comes behind.
+    """
     found: list[Place] = []
     first: dict[int, int] = {}
     aliases: dict[str, int] = {}
@@ -67,14 +75,19 @@ def of(model: nn.Module) -> Layout:
             found.append(place)
     offsets = [0] * len(found)
     regions = []
-    end = 0
+    end = 0 if arena is None else arena.size
     for low, high, members in _runs(found):
-        # Several views of one storage keep its phase, so that every one of them stays as aligned as it was.
-        start = align(end) + (low % ALIGNMENT if len(members) > 1 else 0)
-        regions.append(Region(start, high - low, _bytes([found[row].tensor for row in members], low, high), members))
+        there = None if arena is None else arena.offset_of(low)
+        if there is not None:
+            start, source = there, None
+        else:
+            # Several views of one storage keep its phase, so that every one of them stays as aligned as it was.
+            start = align(end) + (low % ALIGNMENT if len(members) > 1 else 0)
+            source = _bytes([found[row].tensor for row in members], low, high)
+            end = start + high - low
+        regions.append(Region(start, high - low, source, members))
         for member in members:
             offsets[member] = start + _extent(found[member].tensor)[0] - low
-        end = start + high - low
     rows = [Row(place.name, place.tensor, _kind(place), offset) for place, offset in zip(found, offsets, strict=True)]
     return Layout(align(max(end, 1)), rows, regions, aliases)  # an arena has bytes, even if no tensor has any
 

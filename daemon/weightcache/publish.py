@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from weightcache import layout
-from weightcache.arena import WritableArena, kinds
+from weightcache.arena import FilledArena, WritableArena, kinds
 from weightcache.arena.seals import sealed_file
 from weightcache.fingerprint import CacheConfig
 from weightcache.frames import close_all
@@ -36,8 +36,9 @@ def pack(
     origin: str,
     slot: str | None = None,
     extras: Mapping[str, str] | None = None,
+    filled: FilledArena | None = None,
 ) -> Packed:
-    """Copy a loaded model's tensors into a new arena.
+    """Copy a loaded model's tensors into an arena.
 
     Args:
         model: fully loaded, nothing on meta.
@@ -45,15 +46,18 @@ def pack(
         origin: where the bytes came from, for operators.
         slot: the engine's slot.
         extras: text to keep with the weights.
+        filled: the arena that the model's weights were read into, which takes the rest too; a new one if None.
 
     Raises:
         ResourceError: no room for the arena.
         CacheMiss: it cannot be made on this device.
     """
-    plan = layout.of(model)
-    arena = kinds.writer(plan.size, plan.device)
+    plan = layout.of(model, filled)
+    arena: WritableArena = kinds.writer(plan.size, plan.device) if filled is None else filled
     descriptors: list[int] = []
     try:
+        if filled is not None:
+            filled.grow(plan.size)
         for number in range(len(plan.regions)):
             _write(plan, number, arena)
         descriptors += arena.seal()
@@ -84,7 +88,8 @@ def offer(connection: Connection, packed: Packed, *, timeout_s: float = 60.0) ->
 def _write(plan: layout.Layout, number: int, arena: WritableArena) -> None:
     """Copy a region's bytes to the arena. On a GPU its parameters move there, and their source is freed."""
     region = plan.regions[number]
-    assert region.source is not None
+    if region.source is None:
+        return
     arena.write(region.offset, region.source)
     for row in region.rows:
         _, tensor, kind, offset = plan.rows[row]

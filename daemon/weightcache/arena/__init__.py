@@ -51,6 +51,16 @@ class WritableArena(Protocol):
         """Give the bytes up, unless `seal` has handed them over."""
 
 
+class FilledArena(WritableArena, Protocol):
+    """An arena that a loader has read weights into."""
+
+    def offset_of(self, address: int) -> int | None:
+        """Where in the arena the byte at an address of this process lies; None for an address outside of it."""
+
+    def grow(self, size: int) -> None:
+        """Make it this long, for what else a model has; what lies in it stays where it is."""
+
+
 class MappedArena(Protocol):
     """An arena mapped into this process so that nothing here can change what others see."""
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from weightcache.arena import cuda_digest
+from weightcache.arena import align, cuda_digest
 from weightcache.arena.cuda_driver import Driver, DriverError, nvidia
 from weightcache.errors import CacheMiss, ImportRejected, ResourceError
 from weightcache.manifest import ITEM_SIZES, Manifest
@@ -128,6 +128,7 @@ class CudaVmmWriter:
         size: bytes, rounded up to whole pages of the GPU.
         device: CUDA ordinal.
         chunk_bytes: of every chunk but the last.
+        spare: bytes of addresses kept, for `grow`; they take no memory.
         driver: this process's own if None.
 
     Raises:
@@ -138,14 +139,22 @@ class CudaVmmWriter:
     digest_algorithm = cuda_digest.ALGORITHM
     digest_size = cuda_digest.SIZE
 
-    def __init__(self, size: int, device: int, *, chunk_bytes: int = CHUNK_BYTES, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: int,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        spare: int = 0,
+        driver: Driver | None = None,
+    ) -> None:
         try:
             self._driver = driver or nvidia()
-            page = self._driver.granularity(device)
-            self._sizes = _chunk_sizes(size, chunk_bytes, page)
+            self._chunk_bytes, self._page = chunk_bytes, self._driver.granularity(device)
+            self._sizes = _chunk_sizes(size, chunk_bytes, self._page)
             self.size = sum(self._sizes)
             self.device: str | None = self._driver.uuid(device)
-            self._range = _Range(self._driver, self.size, device)
+            self._range = _Range(self._driver, align(self.size + spare, self._page), device)
         except DriverError as error:
             raise _miss(error, "a GPU arena cannot be made") from error
         self._descriptors: list[int] = []
@@ -178,6 +187,30 @@ class CudaVmmWriter:
         self._reach(self.size)
         assert self._bytes is not None
         return self._bytes
+
+    def offset_of(self, address: int) -> int | None:
+        """Where in the arena an address lies; None outside of what was given to `room`."""
+        start = self._bytes.data_ptr() if self._bytes is not None else 0
+        return address - start if start <= address < start + self.size else None
+
+    def grow(self, size: int) -> None:
+        """Make the arena longer; what lies in it stays where it is.
+
+        Raises:
+            ResourceError: more than was spared.
+        """
+        if size > self._range.size:
+            raise ResourceError(
+                "what a model has beside its checkpoint's tensors does not fit the arena they were read into",
+                expected=f"at most {self._range.size} bytes in all",
+                found=f"{size} bytes",
+                needed=size,
+                available=self._range.size,
+            )
+        made = list(self._range.sizes)
+        if size > self.size:
+            self._sizes = [*made, *_chunk_sizes(size - sum(made), self._chunk_bytes, self._page)]
+            self.size = sum(self._sizes)
 
     def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> bytes:
         offsets = [offset for offset, _ in rows]

@@ -1,14 +1,17 @@
-"""From files to GPU memory: what is read, and where each part goes. The copies themselves were run on a GPU."""
+"""From files to memory: what is read, hashed, and put where. Pinned buffers and streams were run on a GPU."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcache.arena import cuda_fill
-from weightcache.arena.cuda_fill import Piece
+from weightcache.arena.cuda_fill import Piece, fill
+from weightcache.digest import new_hash
 from weightcache.errors import CheckpointError
 
 PAGE, BLOCK = 4096, cuda_fill.BLOCK_BYTES
@@ -30,7 +33,7 @@ def test_every_byte_of_every_piece_is_read_once_in_page_aligned_blocks(sizes: li
     for block in cuda_fill._blocks(FILE, pieces[::-1]):
         assert block.start % PAGE == block.size % PAGE == 0
         assert block.size <= BLOCK + PAGE
-        for start, target, size in block.parts:
+        for _, start, target, size in block.parts:
             assert start >= 0
             assert start + size <= block.size
             covered.append((target, block.start + start, size))
@@ -59,7 +62,7 @@ def test_a_block_is_read_to_the_last_byte_of_a_file(tmp_path: Path, around: bool
     descriptor = cuda_fill._open(path, around)
     cuda_fill._read(descriptor, block, memoryview(buffer)[: block.size])
     os.close(descriptor)
-    ((start, _, size),) = block.parts
+    ((_, start, _, size),) = block.parts
     assert buffer[start : start + size] == content[5:]
 
 
@@ -80,3 +83,38 @@ def test_a_file_that_is_not_there_is_an_error_with_its_path(tmp_path: Path) -> N
         cuda_fill._open(tmp_path / "gone", True)
     assert caught.value.reason == "unreadable"
     assert caught.value.data["path"] == str(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("direct", [True, False, None])
+def test_pieces_of_several_files_arrive_whole_with_their_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool | None
+) -> None:
+    monkeypatch.setattr(cuda_fill, "BLOCK_BYTES", 4 * PAGE)  # so that the large pieces take many blocks
+    source = random.Random(5)
+    pieces, contents, into = [], {}, 0
+    for number in range(3):
+        path = tmp_path / f"shard-{number}"
+        sizes = [source.choice([1, 17, 3000, PAGE, 9 * PAGE + 5]) for _ in range(20)]
+        content = source.randbytes(sum(sizes) + 100)
+        path.write_bytes(content)
+        at = 100
+        for size in sizes:
+            pieces.append(Piece(path, at, size, into))
+            contents[into] = content[at : at + size]
+            at, into = at + size, into + size + 64
+    target = torch.zeros(into, dtype=torch.uint8)
+    told: list[int] = []
+    filled = fill(target, pieces, threads=4, direct=direct, done=told.append)
+    memory = bytes(target.tolist())
+    for place, content in contents.items():
+        assert memory[place : place + len(content)] == content
+        assert filled.digests[place] == new_hash(threads=1).update(content).digest()
+    assert sum(told) == sum(map(len, contents.values())) <= filled.read
+
+
+def test_an_error_of_a_thread_is_raised(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(PAGE))
+    with pytest.raises(CheckpointError) as caught:
+        fill(torch.zeros(3 * PAGE, dtype=torch.uint8), [Piece(path, 0, 3 * PAGE, 0)])
+    assert caught.value.reason == "truncated"

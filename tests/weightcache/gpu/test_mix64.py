@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcache.arena import cuda_digest
+from weightcache.arena import cuda_digest, cuda_vmm
 
 WORD = 2**64
 GOLDEN, FACTOR = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
@@ -133,3 +133,50 @@ def test_a_folder_that_takes_no_file_costs_speed_and_nothing_else(
     monkeypatch.setenv("READMIT_HOME", str(blocked))
     cuda_digest._keep(cuda_digest._kept((9, 0)), cuda_digest._Image(b"", "k", 1, 1, 1))
     assert "every process compiles it" in caplog.text
+
+
+class CountedKernel:
+    """In the place of a loaded kernel: which tiles it was started on, and how much was mapped by then."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, int]] = []
+
+    def launch(self, first: int, tiles: int, table: torch.Tensor) -> None:
+        self.launched.append((first, tiles))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3 << 20)), min_size=1, max_size=20),
+    steps=st.lists(st.integers(0, 64 << 20), max_size=6),
+)
+def test_each_tile_is_begun_once_and_only_when_its_row_is_mapped(rows: list[tuple[int, int]], steps: list[int]) -> None:
+    tile = cuda_digest._TILE_WORDS * 8
+    starts, lengths, end = [], [], 0
+    for gap, size in rows:  # rows in any order of addresses, some empty
+        starts.append(end if gap % 3 else max(0, end - size))
+        lengths.append(size)
+        end = max(end, starts[-1] + size)
+    kernel = CountedKernel()
+    sums = cuda_digest.Sums(kernel, torch.device("cpu"), torch.tensor(starts), torch.tensor(lengths))  # type: ignore[arg-type]
+    tiles_of = [-(-size // tile) for size in lengths]
+    for mapped in sorted(steps):
+        sums.launch(mapped)
+        begun = sum(tiles for _, tiles in kernel.launched)
+        for row in range(len(rows)):
+            if lengths[row] and sum(tiles_of[:row]) < begun:
+                assert starts[row] + lengths[row] <= mapped
+    sums.launch()
+    covered = [number for first, tiles in kernel.launched for number in range(first, first + tiles)]
+    assert covered == list(range(sum(tiles_of)))
+
+
+def test_every_step_of_mapping_may_take_twice_as_long_and_the_last_ends_with_the_last_chunk() -> None:
+    assert [cuda_vmm._steps(count) for count in (1, 4, 5, 8, 12, 48)] == [
+        [1],
+        [4],
+        [4, 5],
+        [4, 8],
+        [4, 12],
+        [4, 12, 28, 48],
+    ]
