@@ -119,14 +119,17 @@ def seconds(named: Iterable[tuple[str, Segment]]) -> dict[str, float]:
 
 
 def _slowest(bounded: list[Bounded]) -> list[Bounded]:
-    """The intervals of no rank in particular, and of each attempt's rank that finished last."""
+    """The intervals of no rank in particular, and of each attempt's rank that finished last.
+
+    A rank that outlives its attempt, whose main process was killed, is no slower for what it began after the end.
+    """
     last: dict[int | None, dict[int, int]] = {}
     for interval, end_ns in bounded:
-        if interval.rank is not None:
+        if interval.rank is not None and end_ns > interval.begin_ns:
             ranks = last.setdefault(interval.attempt, {})
             ranks[interval.rank] = max(end_ns, ranks.get(interval.rank, 0))
     slowest = {attempt: max(ranks, key=lambda rank: (ranks[rank], -rank)) for attempt, ranks in last.items()}
-    return [it for it in bounded if it.interval.rank is None or it.interval.rank == slowest[it.interval.attempt]]
+    return [it for it in bounded if it.interval.rank is None or it.interval.rank == slowest.get(it.interval.attempt)]
 
 
 def _end_of(bounded: Bounded, tops: Iterable[Interval]) -> int:

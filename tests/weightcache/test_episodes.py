@@ -136,6 +136,13 @@ class TestPhases:
         story.say(8, "attempt_end", "crashed", attempt=1)
         assert only(replay(story)).phases_s() == {UNATTRIBUTED: 1, "load_weights": 7}
 
+    def test_rank_that_outlives_its_attempt_is_not_the_slowest(self):
+        """The main process is killed; another rank goes on until it notices."""
+        story = Story().open(0).phase("import", 0, 5, rank=0).phase("load_weights", 5, rank=0)
+        story.phase("load_weights", 5, 6.5, rank=1).phase("load_weights.bind", 6.1, 6.4, rank=1)
+        story.say(6, "attempt_end", "crashed", attempt=1).close(6, "crashed")
+        assert only(replay(story)).phases_s() == {"import": 5, "load_weights": 1}
+
     def test_current_phase(self):
         story = Story().open(0).phase("detect", 0, 1, attempt=None).phase("backoff", 1, attempt=None)
         phase = only(replay(story)).phase
