@@ -6,10 +6,13 @@ A weight W of ``rows x columns`` in blocks of ``block_rows x block_columns`` has
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weightcache.checkpoint import TensorInfo
 from weightcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 SUFFIX: Final = "_scale_inv"
 """What the name of a weight's scales has behind the weight's own."""
@@ -21,6 +24,20 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     """The shape of the scales of a weight with this shape; a vector counts as one row."""
     *leading, rows, columns = shape if len(shape) > 1 else (1, *(shape or (1,)))
     return (*leading, -(-rows // block[0]), -(-columns // block[1]))
+
+
+def dequantize(weight: "torch.Tensor", scales: "torch.Tensor", block: Block, dtype: "torch.dtype") -> "torch.Tensor":
+    """The numbers that a block-wise quantised weight stands for: each times its block's scale.
+
+    Args:
+        weight: ``(..., rows, columns)`` in FP8.
+        scales: as `scale_shape` says, of any floating dtype.
+        block: rows and columns of a block.
+        dtype: of the result; the product is taken in it.
+    """
+    rows, columns = weight.shape[-2:]
+    factors = scales.to(dtype).repeat_interleave(block[0], -2)[..., :rows, :]
+    return weight.to(dtype).mul_(factors.repeat_interleave(block[1], -1)[..., :columns])
 
 
 def check_scales(tensors: Mapping[str, TensorInfo], block: Block) -> None:

@@ -4,6 +4,7 @@ A memfd filled beyond a cgroup's limit ends in SIGKILL, not in an error, so the 
 v2) is read together with ``MemAvailable``. Standard library only.
 """
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,11 @@ def available(proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> A
         if room is not None and room < tightest.bytes:
             tightest = Available(room, f"cgroup {folder}")
     return tightest
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """What a process has in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -18,8 +18,10 @@ from weightcache.errors import CacheMiss, ProtocolError, ResourceError
 from weightcache.frames import NOBODY, close_all, missed_from, version_mismatch
 from weightcache.journal import Context
 from weightcache.load import LoadWorker
+from weightcache.memory import resident_bytes
 from weightcache.registry import Claim, Generation, Lease, holders
 from weightcache.residency import Residency
+from weightcache.suspicion import FAILURES, failures
 from weightcache.version import VERSION
 
 MAX_CONNECTIONS: Final = 512
@@ -255,6 +257,8 @@ class Server:
         while True:
             try:
                 generation = self.registry.find(request.config)
+                if self._suspect(session, generation):
+                    continue
                 break
             except CacheMiss as miss:
                 left = deadline - time.monotonic()
@@ -275,6 +279,19 @@ class Server:
             self._end_lease(session)
             raise
         generation.hits += 1
+
+    def _suspect(self, session: Session, generation: Generation) -> bool:
+        """Whether engines of this client's slot failed on these weights too often; then they are in quarantine."""
+        client = session.context
+        if client is None or client.slot is None:
+            return False
+        failed = failures(self.residency.journal, generation.name, client)
+        if len(failed) < FAILURES:
+            return False
+        reason = f"{len(failed)} failed attempts in a row on it: {', '.join(failed)}"
+        _log.warning("generation %s is quarantined: %s", generation.name, reason, extra=client._asdict())
+        self.residency.quarantine(generation.name, reason, client)
+        return True
 
     def _wake(self) -> None:
         """Let those look again who wait for a load."""
@@ -371,7 +388,7 @@ class Server:
             "instance": self.residency.instance,
             "socket": str(self.path),
             "uptime_s": round(time.monotonic() - self._started, 3),
-            "rss_mib": round(_resident_bytes() / 2**20, 1),
+            "rss_mib": round(resident_bytes() / 2**20, 1),
             "capacity": self.registry.capacity,
             "resident_bytes": self.registry.resident_bytes,
             "descriptors": len(os.listdir("/proc/self/fd")),
@@ -391,8 +408,3 @@ def _failure(error: Exception, request: messages.Request) -> CacheMiss:
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         return ResourceError(message, detail="memory" if error.errno == errno.ENOMEM else "descriptors")
     return CacheMiss("daemon_died", message, remedy="See the daemon's log")
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

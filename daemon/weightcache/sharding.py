@@ -6,18 +6,16 @@ a cut that falls inside a block cannot be made, which is an error here and not d
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightcache import block_scale
-from weightcache.checkpoint import Checkpoint, TensorInfo
+from weightcache.checkpoint import Checkpoint, Part, TensorInfo, Tie
+from weightcache.checkpoint.part import Range
 from weightcache.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-Range = tuple[int, int]
-"""First element and the one after the last, along the dimension that is cut."""
 
 
 class Split(NamedTuple):
@@ -30,6 +28,20 @@ class Split(NamedTuple):
 
     dim: int
     parts: tuple[int, ...] = (1,)
+
+
+class Target(NamedTuple):
+    """What a tensor of the files becomes in the model.
+
+    Attributes:
+        name: the model's name for it, which the plan is about.
+        merged: whether several tensors become that one, side by side. Each is then cut by itself, before.
+        rearranged: what else is done to it, in words; a part of it would become something else.
+    """
+
+    name: str
+    merged: bool = False
+    rearranged: str = ""
 
 
 ROWS: Final = Split(-2)
@@ -83,16 +95,24 @@ class Plan(NamedTuple):
         cut = _ranges(weight[split.dim], split, self.tp_size, tp_rank)
         return tuple((begin // side, -(-end // side)) for begin, end in cut)
 
+    def part(self, name: str, tp_rank: int) -> Part | None:
+        """The part of a tensor that a rank holds, or None if it holds all."""
+        ranges = self.ranges(name, tp_rank)
+        return None if ranges is None or self.tp_size == 1 else Part(self.splits[name].dim, ranges)
+
+    def parts(self, tp_rank: int) -> Callable[[str], Part | None]:
+        """A rank's parts, for `weightcache.checkpoint.Checkpoint.read_parts`."""
+        return lambda name: self.part(name, tp_rank)
+
     def shard(self, name: str, tensor: "torch.Tensor", tp_rank: int) -> "torch.Tensor":
         """A rank's part of a whole tensor; the tensor itself where the rank holds all of it."""
         import torch
 
-        ranges = self.ranges(name, tp_rank)
-        if ranges is None or self.tp_size == 1:
+        part = self.part(name, tp_rank)
+        if part is None:
             return tensor
-        dim = self.splits[name].dim
-        pieces = [tensor.narrow(dim, begin, end - begin) for begin, end in ranges]
-        return torch.cat([_bytes(piece) for piece in pieces], dim).view(tensor.dtype)
+        pieces = [tensor.narrow(part.dim, begin, end - begin) for begin, end in part.ranges]
+        return torch.cat([_bytes(piece) for piece in pieces], part.dim).view(tensor.dtype)
 
     def unshard(self, name: str, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
         """The whole tensor from all ranks' parts, in the order of ranks."""
@@ -112,37 +132,71 @@ class Plan(NamedTuple):
 
 
 def plan_shards(
-    checkpoint: Checkpoint, styles: Mapping[str, str], tp_size: int, block: block_scale.Block | None = None
+    checkpoint: Checkpoint,
+    styles: Mapping[str, str],
+    tp_size: int,
+    block: block_scale.Block | None = None,
+    targets: Mapping[str, Target] | None = None,
 ) -> Plan:
-    """Plan the shards of a checkpoint, and check that every cut can be made.
+    """Plan the shards of a checkpoint, and check that every cut can be made; see `plan_tensors`."""
+    return plan_tensors(checkpoint.tensors, styles, tp_size, block, checkpoint.tie, targets)
+
+
+def plan_tensors(
+    tensors: Mapping[str, TensorInfo],
+    styles: Mapping[str, str],
+    tp_size: int,
+    block: block_scale.Block | None = None,
+    tie: Tie | None = None,
+    targets: Mapping[str, Target] | None = None,
+) -> Plan:
+    """Plan the shards of tensors, and check that every cut can be made.
 
     Tied embeddings are cut alike, so that both names still mean one tensor on every rank.
 
     Args:
-        checkpoint: the checkpoint.
+        tensors: their dtypes and shapes, by name.
         styles: layer name pattern to style, as in transformers' ``tp_plan``: ``layers.*.mlp.up_proj`` to ``colwise``.
         tp_size: the number of ranks.
         block: rows and columns of a block, for block-wise FP8.
+        tie: head and embedding that share one tensor.
+        targets: by name, what becomes of a tensor; where absent, it keeps its name.
 
     Raises:
         ConfigError: ``shard_mismatch`` where a dimension does not divide, ``shard_block_mismatch`` where a cut falls
-            inside a block; both name the layer and the width per rank. ``shard_style`` for a style unknown here.
+            inside a block; both name the layer and the width per rank. ``shard_style`` for a style unknown here, and
+            for a target that cannot be made of parts.
     """
     cuts = {pattern: _split_of(pattern, style) for pattern, style in styles.items()}
     splits: dict[str, Split] = {}
-    for name, info in checkpoint.tensors.items():
-        split = _find_split(name, info, cuts)
+    for name, info in tensors.items():
+        target = (targets or {}).get(name, Target(name))
+        split = _find_split(target.name, info, cuts)
         if split is not None:
-            splits[name] = split
-    if checkpoint.tie is not None and checkpoint.tie.head is not None:
-        splits.pop(checkpoint.tie.head, None)
-        if checkpoint.tie.embedding in splits:
-            splits[checkpoint.tie.head] = splits[checkpoint.tie.embedding]
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    plan = Plan(tp_size, splits, shapes, block)
+            splits[name] = _split_before(name, target, split)
+    if tie is not None and tie.head is not None:
+        splits.pop(tie.head, None)
+        if tie.embedding in splits:
+            splits[tie.head] = splits[tie.embedding]
+    plan = Plan(tp_size, splits, {name: info.shape for name, info in tensors.items()}, block)
     for name in splits:
-        _check(plan, name, checkpoint.tensors[name])
+        _check(plan, name, tensors[name])
     return plan
+
+
+def _split_before(name: str, target: Target, split: Split) -> Split:
+    """How a tensor of the files is cut, so that what becomes of it is cut as `split` says."""
+    one_for_all = target.merged and len(split.parts) == 1  # the cut would fall into one of those merged
+    if target.rearranged or one_for_all:
+        raise ConfigError(
+            "shard_style",
+            f"{name} becomes {target.name} in a way in which its parts cannot",
+            expected="a tensor that is renamed, stacked or put beside others",
+            found=target.rearranged or "a cut through several that were put side by side",
+            remedy="Load this model without tensor parallelism",
+            layer=target.name,
+        )
+    return split._replace(parts=(1,)) if target.merged else split
 
 
 def _split_of(pattern: str, style: str) -> Split | None:

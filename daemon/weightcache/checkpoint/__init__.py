@@ -9,9 +9,10 @@
 
 from weightcache.checkpoint.folder import Folder
 from weightcache.checkpoint.header import DTYPES, TensorInfo
+from weightcache.checkpoint.part import Part
 from weightcache.checkpoint.preflight import Checkpoint
 from weightcache.checkpoint.refusal import REASONS
 from weightcache.checkpoint.stamp import Stamp
 from weightcache.checkpoint.tied import Tie
 
-__all__ = ["DTYPES", "REASONS", "Checkpoint", "Folder", "Stamp", "TensorInfo", "Tie"]
+__all__ = ["DTYPES", "REASONS", "Checkpoint", "Folder", "Part", "Stamp", "TensorInfo", "Tie"]

@@ -3,13 +3,14 @@
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weightcache.checkpoint.folder import Folder
 from weightcache.checkpoint.header import TensorInfo, read_header
 from weightcache.checkpoint.inventory import equal_bytes, take_inventory
+from weightcache.checkpoint.part import Part
 from weightcache.checkpoint.refusal import reading, refusal
 from weightcache.checkpoint.stamp import Stamp, settle, stamp_file, stamp_of, stamp_open
 from weightcache.checkpoint.tied import Tie, find_tie
@@ -93,6 +94,16 @@ class Checkpoint:
         from weightcache.checkpoint.reader import read_tensors
 
         return read_tensors(self)
+
+    def read_parts(self, part_of: Callable[[str], Part | None]) -> "Iterator[tuple[str, torch.Tensor]]":
+        """One rank's part of every tensor, and no other byte; see `weightcache.checkpoint.reader`.
+
+        Raises:
+            CheckpointError: ``changed``, ``truncated`` or ``unreadable``.
+        """
+        from weightcache.checkpoint.reader import read_parts
+
+        return read_parts(self, part_of)
 
     def stamp(self) -> tuple[Stamp, ...]:
         """The files as they are now.

@@ -1,9 +1,10 @@
-"""The reader: every byte of a checkpoint once, into private memory, its digest computed on the way.
+"""The reader: every byte of a checkpoint once, into private memory, its digest computed on the way; or one rank's part.
 
 Several threads read and hash a tensor each, some way ahead of whoever takes them, without the interpreter lock.
 """
 
 import ctypes
+import math
 import os
 import threading
 from collections import deque
@@ -14,6 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from weightcache.checkpoint.header import DTYPES, TensorInfo
+from weightcache.checkpoint.part import Part
 from weightcache.checkpoint.preflight import Checkpoint
 from weightcache.checkpoint.refusal import reading, refusal
 from weightcache.checkpoint.stamp import Stamp, stamp_open
@@ -51,10 +53,8 @@ def read_tensors(checkpoint: Checkpoint) -> "Iterator[tuple[str, torch.Tensor]]"
     """
     import torch
 
-    def read(shard: _Shard, info: TensorInfo) -> tuple[bytes, torch.Tensor]:
-        buffer = torch.empty(info.nbytes, dtype=torch.uint8)
-        _want_huge_pages(buffer.data_ptr(), info.nbytes)
-        memory = tensor_memory(buffer)
+    def read(shard: _Shard, name: str, info: TensorInfo) -> tuple[bytes, torch.Tensor]:
+        buffer, memory = _buffer(info.nbytes)
         digest = new_hash(threads=1)
         for at in range(0, info.nbytes, CHUNK_BYTES):
             chunk = memory[at : at + CHUNK_BYTES]
@@ -62,8 +62,40 @@ def read_tensors(checkpoint: Checkpoint) -> "Iterator[tuple[str, torch.Tensor]]"
             digest.update(chunk)
         return digest.digest(), buffer
 
-    for name, info, buffer in _pass_over(checkpoint, read):
+    digests: list[TensorDigest] = []
+    for name, info, (digest, buffer) in _pass_over(checkpoint, read):
+        digests.append(TensorDigest(name, info.dtype, info.shape, digest))
         yield name, _shaped(buffer, name, info)
+    checkpoint.digest = checkpoint_digest(digests)
+
+
+def read_parts(checkpoint: Checkpoint, part_of: Callable[[str], Part | None]) -> "Iterator[tuple[str, torch.Tensor]]":
+    """One rank's tensors, in the order of files and positions. Of a tensor that is cut no other byte is read.
+
+    What was not read cannot be hashed: ``checkpoint.digest`` stays as it is.
+
+    Args:
+        checkpoint: the checkpoint.
+        part_of: by a tensor's name its part, None for all of it.
+
+    Raises:
+        CheckpointError: as `read_tensors`.
+    """
+    import torch
+
+    def read(shard: _Shard, name: str, info: TensorInfo) -> torch.Tensor:
+        part = part_of(name)
+        runs = [(info.begin, info.nbytes)] if part is None else part.runs(info)
+        shape = info.shape if part is None else part.shape(info.shape)
+        buffer, memory = _buffer(math.prod(shape) * DTYPES[info.dtype].bits // 8)
+        at = 0
+        for begin, length in runs:
+            shard.read(begin, memory[at : at + length])
+            at += length
+        return _shaped(buffer, name, info._replace(shape=shape))
+
+    for name, _, tensor in _pass_over(checkpoint, read):
+        yield name, tensor
 
 
 def hash_files(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> str:
@@ -78,7 +110,7 @@ def hash_files(checkpoint: Checkpoint, progress: Callable[[int], None] | None = 
     """
     local = threading.local()
 
-    def read(shard: _Shard, info: TensorInfo) -> tuple[bytes, None]:
+    def read(shard: _Shard, name: str, info: TensorInfo) -> bytes:
         if not hasattr(local, "memory"):
             local.memory = memoryview(bytearray(CHUNK_BYTES))
         digest = new_hash(threads=1)
@@ -86,14 +118,16 @@ def hash_files(checkpoint: Checkpoint, progress: Callable[[int], None] | None = 
             chunk = local.memory[: info.end - at]
             shard.read(at, chunk)
             digest.update(chunk)
-        return digest.digest(), None
+        return digest.digest()
 
     done = 0
-    for _, info, _ in _pass_over(checkpoint, read):
+    digests: list[TensorDigest] = []
+    for name, info, digest in _pass_over(checkpoint, read):
+        digests.append(TensorDigest(name, info.dtype, info.shape, digest))
         done += info.nbytes
         if progress is not None:
             progress(done)
-    assert checkpoint.digest is not None
+    checkpoint.digest = checkpoint_digest(digests)
     return checkpoint.digest
 
 
@@ -140,10 +174,9 @@ class _Shard:
 
 
 def _pass_over(
-    checkpoint: Checkpoint, read: Callable[[_Shard, TensorInfo], tuple[bytes, Result]]
+    checkpoint: Checkpoint, read: Callable[[_Shard, str, TensorInfo], Result]
 ) -> Iterator[tuple[str, TensorInfo, Result]]:
-    """Read every tensor, several at once, in order; `read` gives a tensor's hash and what is wanted of it."""
-    digests: list[TensorDigest] = []
+    """Read every tensor, several at once, in order; `read` gives what is wanted of it."""
     by_file = groupby(checkpoint.tensors.items(), key=lambda item: item[1].file)
     stamps = {stamp.name: stamp for stamp in checkpoint.files}
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "checkpoint") as pool:
@@ -152,22 +185,19 @@ def _pass_over(
             try:
                 shard.check_unchanged()
                 with closing(_read_ahead(pool, shard, tensors, read)) as results:
-                    for name, info, (digest, result) in results:
-                        digests.append(TensorDigest(name, info.dtype, info.shape, digest))
-                        yield name, info, result
+                    yield from results
                 shard.check_unchanged()
             finally:
                 shard.close()
-    checkpoint.digest = checkpoint_digest(digests)
 
 
 def _read_ahead(
     pool: ThreadPoolExecutor,
     shard: _Shard,
     tensors: Iterable[tuple[str, TensorInfo]],
-    read: Callable[[_Shard, TensorInfo], tuple[bytes, Result]],
-) -> Generator[tuple[str, TensorInfo, tuple[bytes, Result]], None, None]:
-    ahead: deque[tuple[str, TensorInfo, Future[tuple[bytes, Result]]]] = deque()
+    read: Callable[[_Shard, str, TensorInfo], Result],
+) -> Generator[tuple[str, TensorInfo, Result], None, None]:
+    ahead: deque[tuple[str, TensorInfo, Future[Result]]] = deque()
     ahead_bytes = 0
     try:
         for name, info in tensors:
@@ -175,7 +205,7 @@ def _read_ahead(
                 ready, known, future = ahead.popleft()
                 ahead_bytes -= known.nbytes
                 yield ready, known, future.result()
-            ahead.append((name, info, pool.submit(read, shard, info)))
+            ahead.append((name, info, pool.submit(read, shard, name, info)))
             ahead_bytes += info.nbytes
         while ahead:
             ready, known, future = ahead.popleft()
@@ -183,6 +213,15 @@ def _read_ahead(
     finally:  # the file is closed next: nobody may still read from it
         left = [future for _, _, future in ahead if not future.cancel()]
         wait(left)
+
+
+def _buffer(nbytes: int) -> "tuple[torch.Tensor, memoryview]":
+    """Private memory, as a tensor and to read into."""
+    import torch
+
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    _want_huge_pages(buffer.data_ptr(), nbytes)
+    return buffer, tensor_memory(buffer)
 
 
 def _want_huge_pages(address: int, nbytes: int) -> None:

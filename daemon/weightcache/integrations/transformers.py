@@ -8,6 +8,9 @@ The model is built as a skeleton on the meta device. On a hit its tensors are ma
 are read here, tensor by tensor into private memory, and handed to transformers, which renames, merges and ties as the
 architecture wants and computes what is in no file.
 
+A rank of a tensor-parallel engine gives ``tp_size`` and ``tp_rank``: skeleton and arena are then cut as the model's own
+``tp_plan`` says, and of the files only that rank's part is read.
+
 ``python -m weightcache.integrations.transformers MODEL`` is the load worker: it loads, publishes and exits.
 """
 
@@ -15,24 +18,25 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from weightcache.attachment import Outcome, Progress
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
-from weightcache.errors import CheckpointError, ConfigError, UnsupportedQuantForIPCError, WeightCacheError
+from weightcache.errors import ConfigError, UnsupportedQuantForIPCError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
 from weightcache.identity import digest_of, remember
+from weightcache.integrations.transformers_form import Form
+from weightcache.integrations.transformers_loading import build, import_architecture, load_model
 from weightcache.journal import Journal
-from weightcache.quantization import UNQUANTIZED
 from weightcache.quantization import of as quantization_of
+
+__all__ = ["cache_config", "from_pretrained", "import_architecture", "skeleton"]
 
 ENGINE: Final = "transformers"
 LAYOUT: Final = f"transformers-{transformers.__version__}"
@@ -48,12 +52,14 @@ def from_pretrained(
     socket: Path | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
+    tp_size: int = 1,
+    tp_rank: int = 0,
     journal: Journal | None = None,
     **options: Any,
 ) -> tuple[Any, Outcome]:
     """A causal language model in eval mode and without gradients, and how it got its weights.
 
-    A quantised checkpoint is never shared: its quantiser replaces modules as it loads, which a skeleton does not show.
+    Block-wise FP8 weights stay FP8, see `weightcache.integrations.block_fp8`. Other quantised ones are not shared.
 
     Args:
         path: the folder of a checkpoint, or what else `weightcache.checkpoint.Folder.open` understands.
@@ -61,19 +67,25 @@ def from_pretrained(
         socket: the daemon's socket; `weightcache.paths.socket_path` if None.
         dtype: of the weights; the checkpoint's own if None.
         device: ``cpu`` or a CUDA device.
+        tp_size: how many ranks share the model. What connects the ranks' layers is the engine's affair.
+        tp_rank: which of them this is.
         journal: where the parts of ``load_weights`` go; the environment's if None.
         options: further arguments of `weightcache.client.attach`.
 
     Raises:
         CheckpointError: the files are missing, damaged, or not what the architecture needs.
-        ConfigError: ``architecture``, where transformers cannot build the model; ``dtype``; ``device``.
+        ConfigError: ``architecture``, where transformers cannot build the model; ``dtype``; ``device``; ``tp_rank`` or
+            ``shard_...``, where it cannot be cut.
         CacheMiss: the policy for the reason of a miss is to fail.
     """
     journal = journal or Journal.from_environment()
+    if tp_size > 1:
+        journal = journal.bound(rank=tp_rank)
     folder = path if isinstance(path, Folder) else Folder.open(path)
     place = _device(device)
     with journal.phase("load_weights.skeleton"):
-        model = skeleton(folder, dtype)
+        model = skeleton(folder, dtype, tp_size, tp_rank)
+    form = Form.of(folder, tp_size, tp_rank)
     digest = None
     if mode != "off":
         with journal.phase("load_weights.match"):
@@ -81,20 +93,21 @@ def from_pretrained(
 
     def load(progress: Progress) -> str | None:
         checkpoint = Checkpoint.open(folder)
-        loaded = _load(checkpoint, model, digest, journal, progress).to(place)
-        if digest is None and mode != "off" and checkpoint.digest is not None:
-            remember(checkpoint, checkpoint.digest)
+        loaded, found = load_model(checkpoint, model, form, digest, journal, progress)
+        if digest is None and mode != "off" and found is not None:
+            remember(checkpoint, found)
+        loaded.to(place)
         model.__dict__.clear()  # the skeleton becomes what transformers built: its submodules, buffers and attributes
         model.__dict__.update(loaded.__dict__)
-        return checkpoint.digest
+        return found
 
     outcome = attach(
         model,
-        cache_config(folder, model, digest, place),
+        cache_config(folder, model, digest, place, tp_size, tp_rank),
         mode=mode,
         load=load,
         load_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        load_command=_load_command(folder, model.dtype, place),
+        load_command=_load_command(folder, model.dtype, place, tp_size, tp_rank),
         socket=socket,
         journal=journal,
         device=place.index if place.type == "cuda" else None,
@@ -106,7 +119,9 @@ def from_pretrained(
     return model.eval().requires_grad_(False), outcome
 
 
-def cache_config(folder: Folder, model: Any, digest: str | None, device: torch.device) -> CacheConfig:
+def cache_config(
+    folder: Folder, model: Any, digest: str | None, device: torch.device, tp_size: int = 1, tp_rank: int = 0
+) -> CacheConfig:
     """The identity of a model's weights as transformers lays them out.
 
     Args:
@@ -114,6 +129,8 @@ def cache_config(folder: Folder, model: Any, digest: str | None, device: torch.d
         model: its skeleton.
         digest: the content of the checkpoint, without which nothing matches.
         device: where the weights will be.
+        tp_size: how many ranks share the model.
+        tp_rank: which of them this is.
     """
     quantization = quantization_of(folder)
     return CacheConfig(
@@ -121,6 +138,8 @@ def cache_config(folder: Folder, model: Any, digest: str | None, device: torch.d
         model_arch=type(model).__name__,
         revision=folder.revision,
         checkpoint_digest=digest,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
         quant_method=quantization.method,
         quant_config_hash=quantization.config_hash,
         dtype=_name(model.dtype),
@@ -131,8 +150,9 @@ def cache_config(folder: Folder, model: Any, digest: str | None, device: torch.d
     )
 
 
-def _load_command(folder: Folder, dtype: torch.dtype, device: torch.device) -> list[str]:
-    return [sys.executable, "-m", __name__, folder.path, f"--dtype={_name(dtype)}", f"--device={device}"]
+def _load_command(folder: Folder, dtype: torch.dtype, device: torch.device, tp_size: int, tp_rank: int) -> list[str]:
+    options = [f"--dtype={_name(dtype)}", f"--device={device}", f"--tp-size={tp_size}", f"--tp-rank={tp_rank}"]
+    return [sys.executable, "-m", __name__, folder.path, *options]
 
 
 def _capability(device: torch.device) -> str | None:
@@ -148,53 +168,20 @@ def _barred(folder: Folder) -> UnsupportedQuantForIPCError | None:
         quantization.check_allowed()
     except UnsupportedQuantForIPCError as refused:
         return refused
-    if quantization.method == UNQUANTIZED:
-        return None
-    return UnsupportedQuantForIPCError(
-        "transformers builds the modules of a quantised model only as it loads them",
-        detail="other",
-        expected="unquantised weights",
-        found=quantization.method,
-    )
+    return None
 
 
-def skeleton(folder: Folder, dtype: torch.dtype | str | None = None) -> Any:
-    """The model without values, on the meta device.
+def skeleton(folder: Folder, dtype: torch.dtype | str | None = None, tp_size: int = 1, tp_rank: int = 0) -> Any:
+    """The model without values, on the meta device, in the form that one rank has.
 
     Raises:
-        ConfigError: ``architecture`` or ``dtype``.
+        ConfigError: ``architecture`` or ``dtype``; ``tp_rank`` or ``shard_...`` where the model cannot be cut so.
     """
+    form = Form.of(folder, tp_size, tp_rank)
     config = import_architecture(folder)
-    wanted = _dtype(dtype or config.dtype or torch.float32)
-    with _telling(folder), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
-
-
-def import_architecture(folder: Folder) -> Any:
-    """The model's configuration, once the modules that define the model are imported, which can take a second.
-
-    Raises:
-        ConfigError: ``architecture``.
-    """
-    with _telling(folder):
-        config = AutoConfig.from_pretrained(folder.root, local_files_only=True)
-        AutoModelForCausalLM._model_mapping[type(config)]
-        return config
-
-
-@contextmanager
-def _telling(folder: Folder) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the only check is to try, and every architecture and quantiser fails in its own way
-        raise ConfigError(
-            "architecture",
-            f"transformers {transformers.__version__} cannot build the model in {folder.path}",
-            expected="the config of a causal language model that it knows",
-            found=f"model_type {folder.config.get('model_type')!r} ({type(error).__name__}: {error})",
-            remedy="Install a transformers that knows it, or correct config.json",
-            path=folder.path,
-        ) from error
+    model = build(folder, config, _dtype(dtype or config.dtype or torch.float32))
+    form.give(model)
+    return model
 
 
 def _dtype(wanted: torch.dtype | str) -> torch.dtype:
@@ -229,68 +216,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load(checkpoint: Checkpoint, like: Any, digest: str | None, journal: Journal, progress: Progress) -> Any:
-    """The model from its files; ``like`` is its skeleton, ``digest`` what the files should hold if anybody knows.
-
-    Raises:
-        CheckpointError: the files are bad; ``changed`` where they hold something else; ``tensor_missing`` or
-            ``geometry`` where they do not hold what the architecture needs.
-    """
-    tensors = {}
-    done = 0
-    for name, tensor in checkpoint.read():
-        tensors[name] = tensor
-        done += tensor.nbytes
-        progress(done, checkpoint.total_bytes)
-    if digest not in (None, checkpoint.digest):
-        raise CheckpointError(
-            "changed",
-            f"the files of {checkpoint.path} changed while the model was loaded, or the disk returns other bytes",
-            expected=f"content {digest}",
-            found=f"content {checkpoint.digest}",
-            remedy="Do not write to a checkpoint in use; start again",
-            path=checkpoint.path,
-        )
-    with journal.phase("load_weights.process"), _telling(checkpoint.folder):
-        model, report = type(like).from_pretrained(
-            None,
-            config=like.config,
-            state_dict=tensors,
-            dtype=like.dtype,
-            ignore_mismatched_sizes=True,  # reported here and refused below, where transformers would go on at random
-            output_loading_info=True,
-        )
-    _require_complete(checkpoint, report)
-    model.config.name_or_path = model.name_or_path = like.name_or_path
-    return model
-
-
-def _require_complete(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
-    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
-    if missing:
-        raise CheckpointError(
-            "tensor_missing",
-            f"{checkpoint.path} lacks {len(missing)} tensors that the architecture has: {', '.join(missing[:10])}",
-            remedy="Download the model again, or correct config.json",
-            path=checkpoint.path,
-            tensors=missing,
-        )
-    if mismatched:
-        name, found, expected = mismatched[0]
-        raise CheckpointError(
-            "geometry",
-            f"{len(mismatched)} tensors of {checkpoint.path} have other shapes than the architecture, first {name}",
-            expected=list(expected),
-            found=list(found),
-            remedy="Check that config.json belongs to these files",
-            path=checkpoint.path,
-            tensor=name,
-        )
-    if report["unexpected_keys"]:
-        strangers = ", ".join(sorted(report["unexpected_keys"]))
-        log.warning("%s: no part of the architecture, left out: %s", checkpoint.path, strangers)
-
-
 def main() -> None:
     """Load a model, publish it and exit: 0 when it is resident."""
     parser = argparse.ArgumentParser(description="Load a model into the weight cache and exit.")
@@ -298,10 +223,14 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--socket", type=Path)
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--tp-rank", type=int, default=0)
+    parser.add_argument("--beside", action="store_true", help="leave other versions of these weights resident")
     arguments = parser.parse_args()
-    options = {"socket": arguments.socket, "dtype": arguments.dtype, "device": arguments.device}
+    options = {name: getattr(arguments, name) for name in ("socket", "dtype", "device", "tp_size", "tp_rank")}
+    policies = {"fingerprint": "fallback"} if arguments.beside else None
     try:
-        _, outcome = from_pretrained(arguments.model, mode="client", **options)
+        _, outcome = from_pretrained(arguments.model, mode="client", policies=policies, **options)
     except WeightCacheError as error:
         sys.exit(str(error))
     if outcome.generation is None:

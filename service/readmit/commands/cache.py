@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,23 +9,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from readmit.commands.checkpoint import fingerprint, preflight
+from readmit.commands.daemon import Dtype, Json, Socket, ask
+from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
-from weightcache import messages, paths
-from weightcache.journal import Context
-from weightcache.protocol import Connection
-from weightcache.version import VERSION
+from weightcache import messages
 
 app = typer.Typer(no_args_is_help=True, help="The weight cache daemon, and what it holds.")
 app.command()(preflight)
 app.command()(fingerprint)
 app.command()(parity)
-
-Socket = Annotated[Path | None, typer.Option("--socket", help="The daemon's socket (default: the runtime folder's).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+app.command()(load)
+app.command()(prepare)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
@@ -39,7 +35,7 @@ def serve(context: typer.Context) -> None:
 @app.command()
 def status(socket: Socket = None, as_json: Json = False) -> None:
     """What is resident, who uses it, what is loading, and what was lost."""
-    facts = _ask(socket, messages.Status())
+    facts = ask(socket, messages.Status())
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
@@ -73,7 +69,7 @@ def release(
     if (generation is None) != everything:
         raise typer.BadParameter("name a generation, or give --all")
     name = None if generation is None else _full_name(socket, generation)
-    released = _ask(socket, messages.Release(generation=name, force=force))["released"]
+    released = ask(socket, messages.Release(generation=name, force=force))["released"]
     typer.echo(json.dumps({"released": released}) if as_json else f"released {', '.join(released) or 'nothing'}")
 
 
@@ -87,51 +83,23 @@ def quarantine(
 ) -> None:
     """Hand a generation to nobody, without giving its memory up."""
     request = messages.Quarantine(generation=_full_name(socket, generation), reason=reason, lift=lift)
-    facts = _ask(socket, request)
+    facts = ask(socket, request)
     told = f"generation {facts['generation']} is {'quarantined: ' + reason if facts['quarantined'] else 'handed out'}"
     typer.echo(json.dumps(facts) if as_json else told)
 
 
 @app.command()
-def load(
-    model: Annotated[str | None, typer.Argument(help="A checkpoint's folder, loaded with transformers.")] = None,
-    command: Annotated[
-        str | None, typer.Option(help="Another engine's command that loads, publishes and exits.")
-    ] = None,
-    wait_s: Annotated[float, typer.Option("--wait", help="Seconds until it is given up.")] = 1800.0,
-    socket: Socket = None,
-    as_json: Json = False,
-) -> None:
-    """Have the daemon start a load worker, so that the next engine hits."""
-    if (model is None) == (command is None):
-        raise typer.BadParameter("name a model, or give --command")
-    if command is not None:
-        argv = shlex.split(command)
-    else:
-        argv = [sys.executable, "-m", "weightcache.integrations.transformers", os.path.abspath(str(model))]
-    connection = _connect(socket)
-    request = messages.Load(argv=argv, env=dict(os.environ), wait_s=wait_s)
-    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("load", total=None)
-        for reply, _ in connection.ask_for_all(request, timeout_s=wait_s + 30.0):
-            if isinstance(reply, messages.Loading):
-                progress.update(task, completed=reply.done, total=reply.total or None)
-            elif isinstance(reply, messages.Done):
-                typer.echo(json.dumps(reply.data) if as_json else f"resident after {reply.data['seconds']} s")
-                return
-
-
-@app.command()
 def explain(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder.")],
-    dtype: Annotated[str | None, typer.Option(help="Of the weights in memory (default: the checkpoint's).")] = None,
+    dtype: Dtype = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="How many ranks share the model.")] = 1,
+    tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
     socket: Socket = None,
     as_json: Json = False,
 ) -> None:
     """Would an engine that starts now hit? If not: why, with both sides of every differing field."""
-    config = _identity(model, dtype)
-    facts = _ask(socket, messages.Explain(config=config))
+    config = _identity(model, dtype, tp_size, tp_rank)
+    facts = ask(socket, messages.Explain(config=config))
     if as_json:
         typer.echo(json.dumps({**facts, "config": config}, indent=1))
     elif facts["would_hit"]:
@@ -144,7 +112,7 @@ def explain(
         raise typer.Exit(1)
 
 
-def _identity(model: str, dtype: str | None) -> dict[str, Any]:
+def _identity(model: str, dtype: str | None, tp_size: int, tp_rank: int) -> dict[str, Any]:
     """The identity that a transformers engine asks for, as `weightcache.integrations.transformers` computes it."""
     import torch  # seconds, and only here
 
@@ -154,23 +122,13 @@ def _identity(model: str, dtype: str | None) -> dict[str, Any]:
     from weightcache.parity import resident_layout
 
     folder = Folder.open(model)
-    config = cache_config(folder, skeleton(folder, dtype), digest_of(folder).digest, torch.device("cpu"))
+    model_ = skeleton(folder, dtype, tp_size, tp_rank)
+    config = cache_config(folder, model_, digest_of(folder).digest, torch.device("cpu"), tp_size, tp_rank)
     return resident_layout(config).to_dict()
 
 
-def _connect(socket: Path | None) -> Connection:
-    where = Context.from_environment()
-    hello = messages.Hello(version=VERSION, node=where.node, slot=where.slot)
-    return Connection(socket or paths.socket_path(), hello)
-
-
-def _ask(socket: Path | None, request: messages.Request) -> dict[str, Any]:
-    reply, _ = _connect(socket).ask(request, messages.Done)
-    return reply.data
-
-
 def _full_name(socket: Path | None, start: str) -> str:
-    names = [each["generation"] for each in _ask(socket, messages.Status())["generations"]]
+    names = [each["generation"] for each in ask(socket, messages.Status())["generations"]]
     matching = [name for name in names if name.startswith(start)]
     if len(matching) != 1:
         there = ", ".join(names) or "none"

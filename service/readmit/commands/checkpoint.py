@@ -17,7 +17,12 @@ Revision = Annotated[str | None, typer.Option(help="Of a hub cache's folder: a c
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def preflight(model: Model, revision: Revision = None, as_json: AsJson = False) -> None:
+def preflight(
+    model: Model,
+    revision: Revision = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="Check that so many ranks can share it, too.")] = 1,
+    as_json: AsJson = False,
+) -> None:
     """Check a checkpoint by its index and headers, without loading it. Exits 2 if it is bad, and says where."""
     checkpoint = Checkpoint.open(model, revision)
     found = quantization.of(checkpoint)
@@ -35,6 +40,7 @@ def preflight(model: Model, revision: Revision = None, as_json: AsJson = False) 
             "tied": None if checkpoint.tie is None else checkpoint.tie._asdict(),
             **_quantization(found),
             "notes": [*checkpoint.notes, *found.notes],
+            **({} if tp_size == 1 else {"shards": _shards(checkpoint, tp_size)}),
         },
         as_json,
     )
@@ -48,12 +54,29 @@ def fingerprint(
 ) -> None:
     """Show what of the fingerprint a checkpoint decides. Without --hash, a large one is not read for it."""
     folder = Folder.open(model, revision)
-    known = identity.Identity(_prove(Checkpoint.open(folder)), "hashed") if hash_now else identity.digest_of(folder)
+    known = identity.Identity(prove(Checkpoint.open(folder)), "hashed") if hash_now else identity.digest_of(folder)
     facts: dict[str, Any] = {**identity.fields_of(folder, known.digest), "digest_status": known.status}
     _print({**facts, **_quantization(quantization.of(folder))}, as_json)
 
 
-def _prove(checkpoint: Checkpoint) -> str:
+def _shards(checkpoint: Checkpoint, tp_size: int) -> dict[str, Any]:
+    """How the model's own plan shares it out, once it is known that it can."""
+    from weightcache.integrations.transformers import skeleton  # seconds
+    from weightcache.integrations.transformers_form import Form
+
+    plan = Form.of(checkpoint.folder, tp_size).plan(skeleton(checkpoint.folder, tp_size=tp_size), checkpoint)
+    assert plan is not None
+    cut = sum(checkpoint.tensors[name].nbytes for name in plan.splits)
+    return {
+        "tp_size": tp_size,
+        "cut_tensors": len(plan.splits),
+        "whole_tensors": len(checkpoint.tensors) - len(plan.splits),
+        "bytes_per_rank": checkpoint.total_bytes - cut + cut // tp_size,
+    }
+
+
+def prove(checkpoint: Checkpoint) -> str:
+    """Read every byte of a checkpoint for its digest, showing how far that is."""
     if not sys.stderr.isatty():
         return identity.prove(checkpoint)
     with typer.progressbar(length=checkpoint.total_bytes, label="Reading", file=sys.stderr) as bar:

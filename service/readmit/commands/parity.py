@@ -1,87 +1,178 @@
-"""``readmit cache parity``: does what is resident equal what plain loading gives?"""
+"""``readmit cache parity``: does a model mapped from the cache equal the model that plain loading gives?"""
 
 import json
+import subprocess
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from weightcache import messages, paths
+from readmit.commands.daemon import Dtype, ask
+from weightcache import messages
+from weightcache.errors import ConfigError
 from weightcache.fingerprint import CacheConfig
-from weightcache.journal import Context
-from weightcache.protocol import Connection
-from weightcache.version import VERSION
 from weightcache.vocabulary import MISS_REASONS
 
+if TYPE_CHECKING:
+    from weightcache.integrations.transformers_census import Report
+
 _LISTED = 20
+_VERSIONS_MAY_DIFFER_IN = frozenset({"layout_id", "model_path"})
 
 
 def parity(
-    model: Annotated[str, typer.Argument(help="A checkpoint's folder, resident for transformers.")],
-    dtype: Annotated[str | None, typer.Option(help="Of the weights in memory (default: the checkpoint's).")] = None,
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder, for transformers.")],
+    dtype: Dtype = None,
     record: Annotated[
         bool, typer.Option("--record", help="If equal, let engines of this version use the other version's weights.")
     ] = False,
-    socket: Annotated[Path | None, typer.Option(help="The daemon's socket (default: the runtime folder's).")] = None,
+    old: Annotated[
+        Path | None, typer.Option(metavar="VENV", help="Compare two versions: the virtual environment of the one.")
+    ] = None,
+    new: Annotated[Path | None, typer.Option(metavar="VENV", help="The virtual environment of the other.")] = None,
+    socket: Annotated[Path | None, typer.Option(help="Compare what is resident at this daemon.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare resident weights with a plain load by transformers, every tensor and byte. Exits 1 if any differs.
+    """Load a model twice, from disk and through an arena, and compare tensors, bytes, logits. Exits 1 if they differ.
 
-    What is resident may come from another version of the engine: that is what the comparison is for before an upgrade.
+    Without a daemon the arena is made here. With --socket it is what is resident, which may come from another version
+    of the engine. With --old and --new two versions load the model, and neither cache nor daemon takes part.
     """
+    if (old is None) != (new is None):
+        raise typer.BadParameter("--old and --new go together")
+    if old is not None and new is not None:
+        report = _compare_versions(model, dtype, old, new, record)
+    else:
+        report = _compare_loads(model, dtype, socket, record)
+    typer.echo(json.dumps(report, indent=1) if as_json else _told(report))
+    raise typer.Exit(0 if report["equal"] else 1)
+
+
+def _compare_loads(model: str, dtype: str | None, socket: Path | None, record: bool) -> dict[str, Any]:
     import torch
-    import transformers
 
     from weightcache import parity as census
     from weightcache.checkpoint import Checkpoint
     from weightcache.client import attach
     from weightcache.identity import digest_of, prove
     from weightcache.integrations.transformers import cache_config, skeleton
+    from weightcache.integrations.transformers_census import load_plainly, logits_of
 
     checkpoint = Checkpoint.open(model)
     digest = digest_of(checkpoint).digest or prove(checkpoint)
     mapped = skeleton(checkpoint.folder, dtype)
-    wanted = cache_config(checkpoint.folder, mapped, digest, torch.device("cpu"))
-    asked = _with_resident_layout(wanted, socket)
-    attach(mapped, asked, socket=socket, policies=dict.fromkeys(MISS_REASONS, "fail"), verify=1.0)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder.root, dtype=mapped.dtype)
+    wanted = asked = cache_config(checkpoint.folder, mapped, digest, torch.device("cpu"))
+    plain_dtype = mapped.dtype
+    if socket is not None:
+        asked = _with_resident_layout(wanted, socket)
+        attach(mapped, asked, socket=socket, policies=dict.fromkeys(MISS_REASONS, "fail"), verify=1.0)
+    plain = load_plainly(checkpoint.folder, plain_dtype).eval()
+    if socket is None:
+        _through_an_arena(plain, mapped, wanted)
     expected, found = census.take_census(plain), census.take_census(mapped)
     differing = census.disparities(expected, found)
-    recorded = record and not differing and asked.layout_id != wanted.layout_id
+    same_logits = not differing and torch.equal(logits_of(plain), logits_of(mapped))
+    recorded = record and same_logits and asked.layout_id != wanted.layout_id
     if recorded:
         census.record(wanted, asked.layout_id)
-    report = {
-        "equal": not differing,
+    return {
+        "equal": same_logits,
+        "compared": "an arena made here" if socket is None else "what is resident",
         "tensors": len(expected),
+        "logits_equal": same_logits,
         "this_layout": wanted.layout_id,
         "resident_layout": asked.layout_id,
         "recorded": recorded,
         "disparities": msgspec.to_builtins(differing),
+        "config": wanted.to_dict(),
     }
-    typer.echo(json.dumps(report, indent=1) if as_json else _told(report, [str(each) for each in differing]))
-    raise typer.Exit(1 if differing else 0)
 
 
-def _with_resident_layout(wanted: CacheConfig, socket: Path | None) -> CacheConfig:
+def _through_an_arena(loaded: Any, mapped: Any, config: CacheConfig) -> None:
+    """Pack a loaded model into an arena, and bind what was packed into a skeleton, as an attach does."""
+    from weightcache.attachment import Attachment
+    from weightcache.journal import Journal
+    from weightcache.publish import pack
+
+    with closing(pack(loaded, config, origin="parity")) as packed:
+        attachment = Attachment(mapped, config, "client", socket=Path(), journal=Journal(None), verify=1.0)
+        attachment.adopt("parity", packed)
+    mapped.eval()
+
+
+def _with_resident_layout(wanted: CacheConfig, socket: Path) -> CacheConfig:
     """The identity under which the same weights are resident, if only the layout's name differs."""
-    where = Context.from_environment()
-    hello = messages.Hello(version=VERSION, node=where.node, slot=where.slot)
-    with_daemon = Connection(socket or paths.socket_path(), hello)
-    try:
-        reply, _ = with_daemon.ask(messages.Explain(config=wanted.to_dict()), messages.Done)
-    finally:
-        with_daemon.close()
-    differences: list[dict[str, Any]] = reply.data.get("differences") or []
+    differences = ask(socket, messages.Explain(config=wanted.to_dict()))["differences"] or []
     if [each["field"] for each in differences] == ["layout_id"]:
         return msgspec.structs.replace(wanted, layout_id=differences[0]["found"])
     return wanted
 
 
-def _told(report: dict[str, Any], differing: list[str]) -> str:
-    if not differing:
-        told = f"equal: {report['tensors']} tensors, resident under layout {report['resident_layout']}"
+def _compare_versions(model: str, dtype: str | None, old: Path, new: Path, record: bool) -> dict[str, Any]:
+    from weightcache import parity as census
+
+    before, after = (_report(venv, model, dtype) for venv in (old, new))
+    ours, theirs = CacheConfig.from_dict(after.config), CacheConfig.from_dict(before.config)
+    differing = census.disparities(before.tensors, after.tensors)
+    others = [each for each in ours.differences(theirs) if each.field not in _VERSIONS_MAY_DIFFER_IN]
+    equal = not differing and not others and before.logits == after.logits
+    recorded = record and equal and ours.layout_id != theirs.layout_id
+    if recorded:
+        census.record(ours, theirs.layout_id)
+    return {
+        "equal": equal,
+        "compared": "two versions",
+        "tensors": len(before.tensors),
+        "logits_equal": before.logits == after.logits,
+        "this_layout": ours.layout_id,
+        "resident_layout": theirs.layout_id,
+        "recorded": recorded,
+        "disparities": msgspec.to_builtins(differing),
+        "differences": msgspec.to_builtins(others),
+        "config": ours.to_dict(),
+    }
+
+
+def _report(venv: Path, model: str, dtype: str | None) -> "Report":
+    """What the version in a virtual environment makes of a model.
+
+    Raises:
+        ConfigError: ``venv``: it cannot be run, or it cannot load the model.
+    """
+    from weightcache.integrations import transformers_census
+
+    command = [str(venv / "bin" / "python"), "-m", transformers_census.__name__, model]
+    command += [f"--dtype={dtype}"] if dtype else []
+    try:
+        run = subprocess.run(command, capture_output=True, check=True)
+        return msgspec.json.decode(run.stdout.splitlines()[-1], type=transformers_census.Report)
+    except (OSError, subprocess.CalledProcessError, IndexError, msgspec.MsgspecError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip().splitlines()
+        raise ConfigError(
+            "venv",
+            f"the version in {venv} cannot say what it makes of {model}",
+            expected="a virtual environment with readmit and transformers",
+            found=said[-1] if said else str(error),
+            remedy="Install this release of readmit there: pip install '.[transformers]'",
+            path=str(venv),
+        ) from error
+
+
+def _told(report: dict[str, Any]) -> str:
+    if report["equal"]:
+        told = f"equal: {report['tensors']} tensors and the logits; {report['compared']}"
+        told += f", layout {report['resident_layout']}"
         return f"{told}; recorded for {report['this_layout']}" if report["recorded"] else told
-    more = f"\nand {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
-    return f"{len(differing)} differences\n" + "\n".join(differing[:_LISTED]) + more
+    lines = [
+        f"{each['name']}: {each['what']}: expected {each['expected']}, found {each['found']}"
+        for each in report["disparities"]
+    ]
+    lines += [
+        f"{each['field']}: expected {each['expected']}, found {each['found']}" for each in report.get("differences", [])
+    ]
+    if not lines:
+        return "every tensor is equal, and the logits are not"
+    more = f"\nand {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    return f"{len(lines)} differences\n" + "\n".join(lines[:_LISTED]) + more

@@ -1,0 +1,84 @@
+"""Layers whose weights stay in block-wise FP8 in memory, under the names that checkpoints and transformers give them.
+
+transformers runs such layers with GPU kernels only, and without a GPU turns the weights into bf16 as it loads them:
+twice the bytes, and private. These multiply by the dequantised weight, made anew for each call, on any device. That is
+slow and exact: the numbers are those of a model that was dequantised as a whole.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from weightcache.block_scale import Block, dequantize, scale_shape
+from weightcache.skip_list import SkipList
+
+_FP8 = torch.float8_e4m3fn
+
+
+class BlockFP8Linear(nn.Linear):
+    """A linear layer with ``weight`` of ``rows x columns`` in FP8 and ``weight_scale_inv``, one float32 a block.
+
+    Args:
+        plain: the layer that it replaces, on the meta device; its bias is kept.
+        block: rows and columns of a block.
+    """
+
+    def __init__(self, plain: nn.Linear, block: Block) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.block = plain.in_features, plain.out_features, block
+        shape = (self.out_features, self.in_features)
+        self.weight = _parameter(shape, _FP8)
+        self.weight_scale_inv = _parameter(scale_shape(shape, block), torch.float32)
+        self.register_parameter("bias", plain.bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name that callers of nn.Linear may use
+        """``input`` times the transposed weight, plus bias, in the dtype of ``input``."""
+        weight = dequantize(self.weight, self.weight_scale_inv, self.block, input.dtype)
+        return functional.linear(input, weight, self.bias)
+
+
+def store_in_fp8(model: Any, block: Block, skipped: SkipList) -> None:
+    """Replace the layers of a model of transformers that its checkpoint holds in block-wise FP8.
+
+    Args:
+        model: on the meta device.
+        block: rows and columns of a block.
+        skipped: the layers that stay as they are; the output head does in any case, as transformers has it.
+    """
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if module is head or skipped.covering(name):
+            continue
+        if type(module) is nn.Linear:
+            model.set_submodule(name, BlockFP8Linear(module, block))
+        elif name.endswith(".experts") and not list(module.children()):
+            model.set_submodule(name, _experts(module, model.config.get_text_config(), block))
+
+
+def _experts(plain: nn.Module, config: Any, block: Block) -> nn.Module:
+    """Experts that are one tensor for all of them, laid out as transformers lays out FP8 ones."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts  # imports a compiler, which takes seconds
+
+    class BlockFP8Experts(FP8Experts):
+        def linear(
+            self,
+            input: torch.Tensor,  # noqa: A002 - its name there
+            weight: torch.Tensor,
+            weight_scale_inv: torch.Tensor,
+            activation_scale: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            return functional.linear(input, dequantize(weight, weight_scale_inv, block, input.dtype))
+
+    with torch.device("meta"):
+        return BlockFP8Experts(
+            config=getattr(plain, "config", config),
+            block_size=block,
+            has_bias=getattr(plain, "has_bias", False),
+            has_gate=getattr(plain, "has_gate", True),
+        )
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

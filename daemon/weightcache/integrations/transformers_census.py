@@ -1,0 +1,77 @@
+"""What one version of transformers makes of a checkpoint, as data, to be compared with what another makes of it.
+
+``python -m weightcache.integrations.transformers_census MODEL``, run by each version's own interpreter, prints JSON:
+the model's identity, every tensor, and a digest of its logits. Neither a daemon nor an engine takes part.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.digest import tensor_digest
+from weightcache.errors import WeightCacheError
+from weightcache.identity import digest_of, prove
+from weightcache.integrations.transformers import cache_config, from_pretrained, skeleton
+from weightcache.integrations.transformers_form import Form
+from weightcache.parity import Item, take_census
+
+
+class Report(msgspec.Struct):
+    """One version's model: the fields of its `CacheConfig`, its tensors by name, and the logits' digest in hex."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Item]
+    logits: str
+
+
+def load_plainly(folder: Folder, dtype: torch.dtype) -> Any:
+    """The model as it is without a cache: loaded by transformers itself, where that needs no GPU."""
+    if not Form.of(folder).is_whole_and_plain:
+        return from_pretrained(folder, dtype=dtype)[0]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers.AutoModelForCausalLM.from_pretrained(folder.root, dtype=dtype)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """What a model says to a few tokens: ``1 x 8 x vocabulary``."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.arange(8)[None] % model.config.get_text_config().vocab_size).logits
+    return logits
+
+
+def report(model: str, dtype: str | None) -> Report:
+    """Load a model and describe it.
+
+    Raises:
+        CheckpointError: its files are bad.
+        ConfigError: this version cannot build it.
+    """
+    checkpoint = Checkpoint.open(model)
+    digest = digest_of(checkpoint).digest or prove(checkpoint)
+    like = skeleton(checkpoint.folder, dtype)
+    config = cache_config(checkpoint.folder, like, digest, torch.device("cpu"))
+    loaded = load_plainly(checkpoint.folder, like.dtype)
+    return Report(config.to_dict(), dict(take_census(loaded)), tensor_digest(logits_of(loaded)).hex())
+
+
+def main() -> None:
+    """Print the report, or what is wrong, and exit with 0 or 2."""
+    parser = argparse.ArgumentParser(description="Describe what this version of transformers makes of a checkpoint.")
+    parser.add_argument("model")
+    parser.add_argument("--dtype")
+    arguments = parser.parse_args()
+    try:
+        found = report(arguments.model, arguments.dtype)
+    except WeightCacheError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main()

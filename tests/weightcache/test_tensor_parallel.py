@@ -1,0 +1,179 @@
+"""Tensor-parallel ranks: each loads and publishes its own part; together they are the original (B20 vi, B22)."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.fixtures import checkpoints
+from tests.weightcache.caches import Cache
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from weightcache.checkpoint import Checkpoint, TensorInfo
+from weightcache.errors import ConfigError
+from weightcache.integrations.transformers import from_pretrained, skeleton
+from weightcache.integrations.transformers_form import Form
+from weightcache.sharding import plan_tensors
+
+logging.disable_progress_bar()
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4},  # whose files hold each expert's tensors by themselves
+}
+
+
+@pytest.fixture(scope="module")
+def cache() -> Iterator[Cache]:
+    """A daemon, and a state folder for this module's processes."""
+    cache = Cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("READMIT_STATE", str(cache.state_dir))
+        patch.setenv("READMIT_JOURNAL", str(cache.journal_path))
+        cache.start()
+        yield cache
+    cache.close()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(checkpoints.SEED)
+    config = AutoConfig.for_model(request.param, **SIZES, **ARCHITECTURES[request.param])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) * 2 // 3)
+    return folder
+
+
+def whole_again(ranks: list[Any], whole: Any, block: tuple[int, int] | None = None) -> dict[str, torch.Tensor]:
+    """A model's parameters, put together from its ranks' by the plan of the whole model."""
+    parameters = dict(whole.named_parameters())
+    stored = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16"}
+    tensors = {name: TensorInfo("", stored[it.dtype], tuple(it.shape), 0, 0) for name, it in parameters.items()}
+    plan = plan_tensors(tensors, whole.tp_plan, len(ranks), block)
+    shards = [dict(rank.named_parameters(remove_duplicate=False)) for rank in ranks]
+    return {name: plan.unshard(name, [each[name] for each in shards]) for name in parameters}
+
+
+def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: it.detach().contiguous().view(torch.uint8).flatten().tolist() for name, it in tensors.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_ranks_published_parts_are_the_original(folder: Path, cache: Cache, tp_size: int) -> None:
+    for rank in range(tp_size):
+        _, outcome = from_pretrained(folder, mode="client", socket=cache.socket, tp_size=tp_size, tp_rank=rank)
+        assert outcome.generation is not None, outcome.private_because
+    ranks = []
+    for rank in range(tp_size):
+        model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, tp_size=tp_size, tp_rank=rank)
+        assert outcome.path == "hit"
+        ranks.append(model)
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert as_bytes(whole_again(ranks, whole)) == as_bytes(dict(whole.named_parameters()))
+    own = {rank: model.model.layers[0].self_attn.q_proj.weight for rank, model in enumerate(ranks)}
+    assert {tuple(weight.shape) for weight in own.values()} == {(64 // tp_size, 64)}
+    assert len({tuple(weight.flatten().tolist()) for weight in own.values()}) == tp_size, "a rank holds another's part"
+    published = {each["config"]["tp_rank"] for each in cache.generations() if each["config"]["tp_size"] == tp_size}
+    assert published == set(range(tp_size))
+
+
+def test_one_command_loads_all_ranks(cache: Cache, tmp_path: Path) -> None:
+    folder = checkpoints.fp8(tmp_path / "t")
+    argv = [sys.executable, "-m", "readmit.cli", "cache"]
+    load = [*argv, "load", str(folder), "--tp-size", "2", "--json"]
+    done = subprocess.run(load, env=cache.environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["ranks"]) == 2
+    ranks = []
+    for rank in range(2):
+        model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, tp_size=2, tp_rank=rank)
+        assert outcome.path == "hit"
+        ranks.append(model)
+    whole, _ = from_pretrained(folder)
+    again = whole_again(ranks, whole, checkpoints.BLOCK)
+    assert as_bytes(again) == as_bytes(dict(whole.named_parameters()))
+    for name, tensor in Checkpoint.open(folder).read():
+        assert again[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+    lookups = [event for event in cache.lookups() if event.attributes["config"]["model_path"] == str(folder)]
+    assert [(event.name, event.rank) for event in lookups] == [("hit", 0), ("hit", 1), ("off", None)]
+
+
+def test_what_cannot_be_cut_is_said_before_anything_is_loaded(cache: Cache, tmp_path: Path) -> None:
+    folder = checkpoints.fp8(tmp_path / "t")
+    argv = [sys.executable, "-m", "readmit.cli", "cache", "preflight", str(folder), "--tp-size", "4", "--json"]
+    done = subprocess.run(argv, env=cache.environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    told = json.loads(done.stderr)
+    assert (told["kind"], told["reason"], told["width"]) == ("config", "shard_block_mismatch", 64)
+    assert "q_proj" in told["layer"]
+    for shard in checkpoints.SHARDS:  # nothing of them is needed to say so
+        (folder / shard).unlink()
+    with pytest.raises(ConfigError, match="inside a block"):
+        from_pretrained(folder, mode="client", socket=cache.socket, tp_size=4, tp_rank=1)
+
+
+def test_no_head_is_cut_in_two(tmp_path: Path) -> None:
+    folder = checkpoints.plain(tmp_path / "t", num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+    with pytest.raises(ConfigError, match="k_proj") as caught:
+        from_pretrained(folder, tp_size=4)
+    assert (caught.value.reason, caught.value.found) == ("shard_mismatch", "2 heads")
+
+
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(2, 2), (2, -1), (0, 0)])
+def test_there_is_no_such_rank(tmp_path: Path, tp_size: int, tp_rank: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_pretrained(checkpoints.plain(tmp_path / "t"), tp_size=tp_size, tp_rank=tp_rank)
+    assert caught.value.reason == "tp_rank"
+
+
+def test_weights_of_another_kind_are_not_cut(tmp_path: Path) -> None:
+    folder = checkpoints.plain(tmp_path / "t", quantization_config={"quant_method": "awq"})
+    with pytest.raises(ConfigError) as caught:
+        from_pretrained(folder, tp_size=2)
+    assert caught.value.reason == "shard_quantization"
+
+
+def test_layers_that_are_rearranged_as_they_load_are_not_cut(tmp_path: Path) -> None:
+    from weightcache.sharding import Target, plan_shards
+
+    checkpoint = Checkpoint.open(checkpoints.plain(tmp_path / "t"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for target in (Target(name, rearranged="Transpose"), Target(name, merged=True)):
+        with pytest.raises(ConfigError) as caught:
+            plan_shards(checkpoint, {"layers.*.self_attn.q_proj": "colwise"}, 2, targets={name: target})
+        assert caught.value.reason == "shard_style"
+
+
+def test_a_rank_reads_its_own_bytes_only(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(checkpoints.plain(tmp_path / "t"))
+    plan = Form.of(checkpoint.folder, 4, 3).plan(skeleton(checkpoint.folder, tp_size=4, tp_rank=3), checkpoint)
+    assert plan is not None
+
+    def read_so_far() -> int:
+        with open(f"/proc/{os.getpid()}/io") as file:
+            return int(file.readline().split()[1])
+
+    list(checkpoint.read_parts(plan.parts(3)))  # whatever is imported for it
+    before = read_so_far()
+    parts = dict(checkpoint.read_parts(plan.parts(3)))
+    read = read_so_far() - before
+    held = sum(tensor.nbytes for tensor in parts.values())
+    assert held <= read < held + 64 * 1024
+    assert held < checkpoint.total_bytes * 0.27
+    for name, tensor in checkpoint.read():
+        assert parts[name].equal(plan.shard(name, tensor, 3)), name
