@@ -3,14 +3,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo model test fuzz test-engines lint venv system clean
+.PHONY: help demo model test fuzz soak test-engines lint venv system clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Programs that tests run for real, by their Debian package names.
-SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager
+SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager haproxy nginx
 # With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
 CI ?= false
 # Threads of torch in many test processes would otherwise spin against each other.
@@ -21,6 +21,7 @@ help:
 	@echo "make test [PYTEST_ARGS=...]   lint, type check and test, as CI does"
 	@echo "make test-engines [FULL=1]     kill vLLM on every path, in an environment of its own (several GB)"
 	@echo "make fuzz [ARGS=...]           200,000 frames and 100,000 manifests that are damaged, made up or hostile"
+	@echo "make soak [ARGS=...]           30 minutes of traffic on a node that loses an engine every 20 s: does it stay as small?"
 	@echo "make lint | model | venv | clean"
 
 demo: model
@@ -40,6 +41,9 @@ test-engines:
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/fuzz.py $(ARGS)
+
+soak: model
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
