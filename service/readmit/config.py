@@ -348,7 +348,7 @@ def _anchored(config: Config, file: Path) -> Config:
         update={
             "node": config.node.model_copy(update=below(config.node, "runtime_dir", "state_dir")),
             "cache": config.cache.model_copy(update=below(config.cache, "socket")),
-            "gate": config.gate.model_copy(update=below(config.gate, "probes")),
+            "gate": config.gate.model_copy(update=below(config.gate, "probes", "token_file", "tls_cert", "tls_key")),
             "telemetry": config.telemetry.model_copy(update=below(config.telemetry, "spans")),
             "slot": tuple(slot.model_copy(update={"cwd": folder / (slot.cwd or "")}) for slot in config.slot),
         }

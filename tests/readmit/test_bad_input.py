@@ -144,17 +144,18 @@ def test_golden_answers_that_do_not_match(here: Place) -> None:
     options = ["--url", f"http://127.0.0.1:{engine}", "--probes", "probes.json", "--gate", f"127.0.0.1:{gate}"]
     run = here.start("run", *options, "--", sys.executable, str(ENGINE), str(engine))
 
-    def refusal() -> str:
+    def refusal(path: str) -> str:
         try:
-            answer = httpx.post(f"http://127.0.0.1:{gate}/v1/completions", json={}, timeout=60)
+            answer = httpx.get(f"http://127.0.0.1:{gate}{path}", timeout=60)
         except httpx.TransportError:
             return ""
         assert answer.status_code == 503
-        return str(answer.json()["detail"])
+        return answer.text
 
-    wait_for(lambda: "wrong" in refusal(), "the engine has been asked")
-    assert "' Atlantis'" in refusal()
-    assert "' Paris'" in refusal()
+    wait_for(lambda: "wrong" in refusal("/v1/completions"), "the engine has been asked")
+    assert "Atlantis" not in refusal("/v1/completions"), "a golden answer is nobody's business who is refused"
+    assert "' Atlantis'" in refusal("/readyz?verbose")
+    assert "' Paris'" in refusal("/readyz?verbose")
     # The same, asked for by hand.
     verified = here.readmit("probe", "verify", f"http://127.0.0.1:{engine}", "probes.json")
     assert verified.returncode == 1

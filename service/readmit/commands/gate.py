@@ -1,21 +1,28 @@
-"""``readmit gate``: run the gate."""
+"""``readmit gate``: run the gate, or have it let engines in for a while whatever they answer."""
 
+import getpass
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
+from readmit.gate.operator import order
 from readmit.gate.settings import GateSettings, SlotSettings
+from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
 from weightcache.logs import configure
 from weightcache.paths import journal_path
 
 app = typer.Typer()
 
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600}
 
-@app.command("gate")
+
+@app.callback(invoke_without_command=True)
 def command(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="The node's configuration; nothing else is then taken from options.")
     ] = None,
@@ -47,9 +54,22 @@ def command(
     hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
     drain_notice: Annotated[float, typer.Option(help="Seconds to serve on after SIGTERM.")] = 5.0,
     drain_limit: Annotated[float, typer.Option(help="Seconds that running requests get to finish.")] = 60.0,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the token that the status page and /api then ask for.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Serve HTTPS with this certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="The longest body of a request.")
+    ] = GateSettings.max_body_bytes,
+    explain_refusals: Annotated[
+        bool, typer.Option("--explain-refusals", help="Say in a 503 what the golden questions found.")
+    ] = False,
     log_format: Annotated[str | None, typer.Option(help="text or json; READMIT_LOG_FORMAT if absent.")] = None,
 ) -> None:
     """Let traffic in only when the model answers correctly."""
+    if context.invoked_subcommand is not None:
+        return
     configure(log_format)
     from readmit.gate.server import run  # here, so that --help needs no web framework
 
@@ -71,8 +91,44 @@ def command(
         hang_limit_s=hang_limit,
         drain_notice_s=drain_notice,
         drain_limit_s=drain_limit,
+        token_file=token_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        max_body_bytes=max_body_bytes,
+        explain_refusals=explain_refusals,
     )
     raise typer.Exit(run(settings))
+
+
+@app.command("override")
+def override_command(
+    ttl: Annotated[str | None, typer.Option(help="For how long: 90s, 15m, 2h; at most 24h.")] = None,
+    reason: Annotated[str | None, typer.Option(help="Why, for the journal, /readyz and the page.")] = None,
+    lift: Annotated[bool, typer.Option("--lift", help="End it now.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Let engines that answer in whatever they answer, for a limited time. It ends by itself.
+
+    The journal keeps who said so and why; /readyz, the status page and a metric show it while it lasts. When it ends,
+    whoever was let in by it must answer correctly or leave.
+    """
+    where, user = Where.find(config), getpass.getuser()
+    if lift:
+        order(where.runtime_dir, "DELETE", "/api/override", {"user": user})
+        typer.echo("the override is lifted")
+        return
+    if ttl is None or reason is None:
+        raise typer.BadParameter("an override has a --ttl and a --reason (or --lift ends one)")
+    wanted = {"ttl_s": _seconds(ttl), "reason": reason, "user": user}
+    answer = order(where.runtime_dir, "POST", "/api/override", wanted)
+    typer.echo(f"engines that answer are let in whatever they answer, for {answer['ttl_s']:g} s")
+
+
+def _seconds(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([smh])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no length of time; write 90s, 15m or 2h", param_hint="--ttl")
+    return int(match[1]) * _UNITS_S[match[2]]
 
 
 def _slots(texts: Sequence[str], *, supervised: bool) -> tuple[SlotSettings, ...]:

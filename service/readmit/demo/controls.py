@@ -37,7 +37,7 @@ def wrong_golden_answer(folder: Path, model: Path, cache_socket: Path, probes: d
             status, body = node.get("/readyz")
             opened |= status == 200
             if seen is None and "wrong" in str(body.get("reason")):
-                seen = str(body["detail"])
+                seen = str(node.get("/api/status")[1]["slots"][0]["message"])
                 deadline = time.monotonic() + SHUT_FOR_S
             time.sleep(0.05)
     finally:

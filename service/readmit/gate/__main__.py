@@ -3,15 +3,13 @@
 import os
 import sys
 
-import typer
-
-from readmit.commands.gate import command
+from readmit.commands.gate import app
 from weightcache.errors import WeightCacheError
 from weightcache.logs import complain
 
 if __name__ == "__main__":
     try:
-        typer.run(command)
+        app(prog_name="readmit gate")
     except WeightCacheError as error:
         complain("readmit gate", error)
         sys.exit(os.EX_CONFIG)

@@ -8,8 +8,10 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from readmit.gate import health, page, status
+from readmit.gate import controls, health, page, status
+from readmit.gate.access import Access
 from readmit.gate.gate import Gate
+from readmit.gate.guard import Guard
 from readmit.gate.proxy import Proxy
 from readmit.gate.settings import GateSettings
 
@@ -20,8 +22,12 @@ def create_app(settings: GateSettings, registry: CollectorRegistry | None = None
     Args:
         settings: what the operator chose.
         registry: for its metrics; a new one if None.
+
+    Raises:
+        ConfigError: ``token``: the token file holds none.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call] # they would be a series of their own beside each counter
+    access = Access(settings.token_file)
     gate = Gate(settings, registry or CollectorRegistry())
     proxy = Proxy(gate)
 
@@ -36,13 +42,15 @@ def create_app(settings: GateSettings, registry: CollectorRegistry | None = None
         title="readmit gate", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     app.state.gate = gate
-    app.include_router(health.routes(gate))
+    app.add_middleware(Guard, access=access, max_body_bytes=settings.max_body_bytes)
+    app.include_router(health.routes(gate, access))
+    app.include_router(controls.routes(gate, access))
     app.mount("/v1", proxy)
 
     @app.get("/metrics")
     @app.get("/metrics/")
     async def metrics(request: Request) -> Response:
-        gate.metrics.fleet(gate.slots, admitting=not gate.draining, probe_set_suspect=gate.probe_set_suspect)
+        gate.publish()
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encoder(gate.metrics.registry), headers={"Content-Type": content_type})
 

@@ -7,6 +7,7 @@ events carry the time at which they happened, and keep their order.
 import asyncio
 import sqlite3
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,16 @@ from typing import Any, Final, NamedTuple
 
 from readmit.gate.process import Engine
 from readmit.gate.records import Records
+from readmit.gate.slots import Lease
+from weightcache.availability import Availability, Outage
 from weightcache.episodes import Attempt, Episode, Replay, Slot
 from weightcache.errors import ConfigError
 from weightcache.journal import Context, Event, Journal, boottime_ns, new_episode_id
 
 HISTORY: Final = 20
 """Recoveries of a slot that expectations rest on."""
+NOTICED_APART_NS: Final = 2_000_000_000
+"""The keeper and the gate both see an engine die, neither of them always first."""
 
 
 class _Ahead(NamedTuple):
@@ -45,6 +50,13 @@ class Chronicle:
         self.node = context.node
         self.replay = Replay(keep=HISTORY * len(slots))
         self.replay.slots.update((slot, Slot(slot)) for slot in slots)
+        self.availability = Availability()
+        self.override: Event | None = None
+        """What was last said of an operator's override before this gate began."""
+        self.drained: set[str] = set()
+        """The slots that an operator had drained, and not taken back, before this gate began."""
+        self.outages: deque[Outage] = deque(maxlen=HISTORY)
+        """Times in which no slot of the node was ready, the latest last; `availability` has the one that lasts."""
         self.failure: str | None = None
         """Why the journal could not be read at the last attempt."""
         self._slots = slots
@@ -53,8 +65,13 @@ class Chronicle:
         self._reader = Journal(path, context)
         self._writer = Journal(path, context)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chronicle")
+        self._closed: dict[str, str] = {}
+        """The episode of each slot that this gate closed last; the journal may say so later."""
         self._generations: dict[str, dict[int, str]] = {}
         self._mapped: dict[str, set[str]] = {}
+        self._weights: dict[str, dict[str, Any]] = {}
+        self.asked: dict[str, dict[int, dict[str, Any]]] = {slot: {} for slot in slots}
+        """The `CacheConfig` that each rank of each slot asked for last."""
 
     @property
     def kept(self) -> bool:
@@ -69,6 +86,8 @@ class Chronicle:
         try:
             self.replay.position = min((self._start_of_history(slot) for slot in self._slots), default=0)
             self._catch_up()
+            self.override = next(iter(self._reader.query("WHERE kind = 'override' ORDER BY id DESC LIMIT 1")), None)
+            self.drained = {slot for slot in self._slots if self._was_drained(slot)}
         except (sqlite3.Error, ConfigError) as error:  # ConfigError: a newer version writes it
             self.failure = str(error)
             return False
@@ -102,6 +121,10 @@ class Chronicle:
         ranks = self._generations.get(slot, {}) if self._ahead(slot) is None else {}
         return "+".join(ranks[rank] for rank in sorted(ranks)) or None
 
+    def weights(self, slot: str) -> Mapping[str, Any]:
+        """What is known of the weights that a slot's engine runs on: fields of its `CacheConfig`."""
+        return self._weights.get(slot, {}) if self._ahead(slot) is None else {}
+
     def mapped(self, slot: str) -> set[str]:
         """The resident generations that a slot's engine mapped, and did not itself load from disk."""
         return self._mapped.get(slot, set()) if self._ahead(slot) is None else set()
@@ -110,7 +133,7 @@ class Chronicle:
         """Where an event of this slot happens: in whatever episode and attempt it is in."""
         if (ahead := self._ahead(slot)) is not None:
             known = self.replay.episode(ahead.episode)
-            if known is None or known.is_open:
+            if ahead.episode != self._closed.get(slot) and (known is None or known.is_open):
                 return Context(self.node, slot, ahead.episode, ahead.attempt)
         episode = self.episode(slot)
         if episode is None:
@@ -119,7 +142,8 @@ class Chronicle:
 
     def episode(self, slot: str) -> Episode | None:
         """The open episode of a slot."""
-        return self.replay.slots[slot].episode
+        episode = self.replay.slots[slot].episode
+        return None if episode is not None and episode.id == self._closed.get(slot) else episode
 
     def elapsed_s(self, slot: str) -> float | None:
         """How old the open episode of a slot is."""
@@ -130,7 +154,7 @@ class Chronicle:
         """How long a recovery of this slot by this path usually takes: the median; None without history."""
         episode = self.episode(slot)
         path = episode.path if episode is not None else "unknown"
-        past = [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready"]
+        past = [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready" and it.attempts]
         alike = past if path == "unknown" else [it for it in past if it.path == path]
         return statistics.median(it.total_s for it in alike) if alike else None
 
@@ -139,6 +163,10 @@ class Chronicle:
     ) -> None:
         """Add an event of a slot."""
         self._submit(kind, name, attributes, at_ns, self.context(slot))
+
+    def write_override(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Add that an override was ``set`` or ``lifted``."""
+        self._submit("override", name, facts, None, Context(self.node))
 
     def open_episode(self, slot: str, cause: str, last_correct_ns: int | None) -> None:
         """Open an episode for an engine that lives but does not answer, or answers wrongly; none if one is open.
@@ -165,12 +193,46 @@ class Chronicle:
         """
         self.poll()
         episode = self.episode(slot)
-        if episode is None or episode.fault_ns > self.replay.clock.now() - (boottime_ns() - at_ns):
+        if episode is None or self._boottime_ns(episode.fault_ns) > at_ns:
             return
         if episode.attempt is not None and episode.attempt.outcome is None:
             self.write(slot, "attempt_end", "ready", at_ns=at_ns)
         facts = {"verified": verified, "generation": self.generation(slot)}
         self.write(slot, "episode_close", "ready", facts, at_ns=at_ns)
+        self._closed[slot] = episode.id
+
+    def fault(self, slot: str, lost_ns: int) -> Episode | None:
+        """The open episode of a slot for whose fault the gate took it out of service, at boottime ``lost_ns``."""
+        self.poll()
+        episode = self.episode(slot)
+        if episode is None or self._boottime_ns(episode.fault_ns) > lost_ns + NOTICED_APART_NS:
+            return None
+        return episode
+
+    def take_over(self, slot: str, lease: Lease, fault: Episode, at_ns: int) -> None:
+        """Write down that a standby took over: an episode of its own, by path ``standby``, from the fault to now.
+
+        The service's recovery is over with it. That of the engine which failed, ``fault``, goes on.
+        """
+        last = self.replay.slots[slot].last
+        where = Context(self.node, slot, new_episode_id())
+        fault_ns = min(self._boottime_ns(fault.fault_ns), at_ns)
+        facts = {
+            "cause": fault.cause,
+            "fault_boottime_ns": fault_ns,
+            "fault_clock": fault.fault_clock,
+            "previous": last and last.id,
+            "instead_of": {"slot": fault.slot, "episode": fault.id},
+        }
+        ended = {"verified": lease.verified, "generation": lease.generation, "path": "standby"}
+        self._submit("episode_open", fault.cause, facts, at_ns, where)
+        self._submit("phase_begin", "detect", None, fault_ns, where)
+        self._submit("phase_end", "detect", None, at_ns, where)
+        self._submit("episode_close", "ready", ended, at_ns, where)
+
+    def _boottime_ns(self, placed_ns: int) -> int:
+        """The boottime of a time of the replay's clock."""
+        return boottime_ns() - (self.replay.clock.now() - placed_ns)
 
     async def flushed(self) -> None:
         """Wait until everything written so far is in the journal or its spool."""
@@ -208,7 +270,9 @@ class Chronicle:
     def _catch_up(self) -> bool:
         events = self._reader.events(self.replay.position)
         for event in events:
-            self.replay.feed(event)
+            change = self.replay.feed(event)
+            if (outage := self.availability.feed(event, self.replay, change)) is not None:
+                self.outages.append(outage)
             self._note_generation(event)
         return bool(events)
 
@@ -218,12 +282,26 @@ class Chronicle:
         events = self._reader.query(clause, slot, HISTORY) or self._reader.query(oldest, slot)
         return events[0].id - 1 if events else self._reader.last_id()
 
+    def _was_drained(self, slot: str) -> bool:
+        """Whether the last word on a slot, but for gates that came and went, was an operator's to drain it."""
+        events = self._reader.query("WHERE slot = ? AND kind = 'slot_state' ORDER BY id DESC LIMIT 20", slot)
+        words = ((event.name, event.attributes.get("reason")) for event in events)
+        last = next((word for word in words if word[1] not in ("gate_started", "drain")), None)
+        return last == ("draining", "operator_drain")
+
     def _note_generation(self, event: Event) -> None:
         if event.slot is None:
             return
         if event.kind == "attempt_start":
-            self._generations[event.slot], self._mapped[event.slot] = {}, set()
-        elif event.kind in ("lookup", "publish") and (generation := event.attributes.get("generation")):
-            self._generations.setdefault(event.slot, {})[event.rank or 0] = generation
-            if event.name == "hit":
-                self._mapped.setdefault(event.slot, set()).add(generation)
+            self._generations[event.slot], self._mapped[event.slot], self._weights[event.slot] = {}, set(), {}
+        elif event.kind in ("lookup", "publish"):
+            config = event.attributes.get("config") or {}
+            known = {field: value for field, value in config.items() if value is not None}
+            self._weights.setdefault(event.slot, {}).update(known)
+            if event.slot in self.asked and config:
+                before = self.asked[event.slot].get(event.rank or 0, {}) if event.kind == "publish" else {}
+                self.asked[event.slot][event.rank or 0] = {**before, **config}
+            if generation := event.attributes.get("generation"):
+                self._generations.setdefault(event.slot, {})[event.rank or 0] = generation
+                if event.name == "hit":
+                    self._mapped.setdefault(event.slot, set()).add(generation)

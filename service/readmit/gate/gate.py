@@ -3,24 +3,33 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from readmit.gate import cost, foresight
 from readmit.gate.chronicle import Chronicle
+from readmit.gate.cost import Cost
+from readmit.gate.foresight import NextStart
 from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
 from readmit.gate.outlook import Outlook
+from readmit.gate.override import Override, Overrides
 from readmit.gate.problem import Problem
 from readmit.gate.records import Records
 from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
 from readmit.gate.slots import Slot, Transition
+from readmit.gate.succession import Succession
 from readmit.gate.verifier import ProbeFile, Verifier
 from readmit.gate.watch import Watch
 from weightcache.journal import boottime_ns
+
+log = logging.getLogger("readmit.gate")
 
 LOOK_S: Final = 1.0
 """How often a ready slot's lease is compared with the journal."""
@@ -48,7 +57,11 @@ class Gate:
         self.metrics = GateMetrics(registry, names)
         self.chronicle = Chronicle(settings.journal, settings.node, names, Records(settings.runtime_dir))
         self.probes = ProbeFile(settings.probes)
-        self.slots = [Slot(slot.name, slot.url, (self._journal, self.metrics.transition)) for slot in settings.slots]
+        self.slots = [
+            Slot(slot.name, slot.url, (self._journal, self.metrics.transition, self._follow)) for slot in settings.slots
+        ]
+        self.succession = Succession(self.slots, self.chronicle)
+        self.overrides = Overrides(self.chronicle)
         means = Means(
             settings,
             Verifier(self.probes, settings.unverified_ok, settings.probe_headers),
@@ -56,11 +69,16 @@ class Gate:
             Remedies(settings.runtime_dir, settings.cache_socket),
             self.metrics,
             self.slots,
+            self.overrides,
         )
         self.watches = {
             slot.name: Watch(slot, chosen.supervised and self.chronicle.kept, means)
             for slot, chosen in zip(self.slots, settings.slots, strict=True)
         }
+        self.costs: dict[str, Cost] = {}
+        """What the engine of each slot cost when it was last looked at."""
+        self.next_starts: dict[str, NextStart | None] = {}
+        """Whether the next start of each slot would hit, as far as that is known."""
         self.draining = False
         """Not ready any more, for whoever asks; requests still pass."""
         self.refusing = False
@@ -72,6 +90,7 @@ class Gate:
         self.failure: BaseException | None = None
         """An error of the gate's own, after which it must not go on."""
         self._task: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -87,6 +106,7 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
+        """Requests that are being passed on."""
         return sum(slot.in_flight for slot in self.slots)
 
     def start(self) -> None:
@@ -136,8 +156,8 @@ class Gate:
         return None
 
     def choose(self, tried: Sequence[Slot] = ()) -> Slot | None:
-        """The slot that a request goes to: the first that serves and has not been tried."""
-        return next((slot for slot in self.slots if slot.serves and slot not in tried), None)
+        """The slot that a request goes to: the active one, or the next that serves where that was tried."""
+        return self.succession.choose(tried)
 
     @contextlib.contextmanager
     def carrying(self, slot: Slot) -> Iterator[None]:
@@ -153,6 +173,14 @@ class Gate:
             if not self.in_flight:
                 self._idle.set()
 
+    def publish(self) -> None:
+        """Bring the gauges up to date."""
+        metrics, override = self.metrics, self.overrides.current
+        metrics.fleet(self.slots, admitting=not self.draining, probe_set_suspect=self.probe_set_suspect)
+        metrics.override_ends.set(override.ends_s if override is not None and self.overrides.active else 0)
+        for slot in self.slots:
+            metrics.cost(slot, self.costs.get(slot.name))
+
     def refused(self, slot: Slot) -> None:
         """A slot's engine took no connection."""
         self.watches[slot.name].refused()
@@ -160,6 +188,57 @@ class Gate:
     def doubt(self, slot: Slot) -> None:
         """A slot's engine failed a request."""
         self.watches[slot.name].doubt()
+
+    def begin_override(self, reason: str, user: str, ttl_s: float) -> Override:
+        """Let engines in whatever they answer, for so many seconds."""
+        override = self.overrides.begin(reason, user, ttl_s)
+        for watch in self.watches.values():
+            watch.doubt()
+        return override
+
+    def end_override(self, reason: str, user: str) -> None:
+        """Have every engine that was let in by the override answer correctly, or leave."""
+        self.overrides.end(reason, user)
+        for slot in self.slots:
+            if slot.lease is not None and slot.lease.overridden:
+                slot.revoke("override_ended")
+                self.watches[slot.name].doubt()
+
+    def slot(self, name: str) -> Slot:
+        """The slot of this name; KeyError when there is none."""
+        return self.watches[name].slot
+
+    def withdraw(self, name: str, user: str, *, force: bool) -> Problem | None:
+        """Drain a slot: requests under way go on, others go elsewhere. Returns why not, where it is not done."""
+        watch = self.watches.get(name)
+        if watch is None:
+            return self._no_such(name)
+        if watch.withdrawn:
+            return Problem(409, "drained", f"Slot {name} is drained already.")
+        if self.draining:
+            return Problem(409, "draining", "This gate is shutting down.")
+        if watch.slot.ready and not force and sum(slot.ready for slot in self.slots) == 1:
+            detail = (
+                f"No other slot is ready: draining {name} would end the service. With force it is done all the same."
+            )
+            return Problem(409, "last-slot", detail)
+        log.warning("slot %s is drained by %s", name, user, extra={"slot": name})
+        watch.withdraw()
+        return None
+
+    def readmit(self, name: str, user: str) -> Problem | None:
+        """Take a drained slot back: once it answers correctly. Returns why not, where it is not done."""
+        watch = self.watches.get(name)
+        if watch is None:
+            return self._no_such(name)
+        if not watch.withdrawn or self.draining:
+            return Problem(409, "not-drained", f"Slot {name} is not drained.")
+        log.warning("slot %s is taken back by %s", name, user, extra={"slot": name})
+        watch.readmit()
+        return None
+
+    def _no_such(self, name: str) -> Problem:
+        return Problem(404, "no-such-slot", f"There is no slot {name}; there are {', '.join(self.watches)}.")
 
     def outlook(self, slot: Slot) -> Outlook:
         """What can be said about a slot now."""
@@ -184,7 +263,8 @@ class Gate:
         remaining: float = self.settings.retry_after_s
         if outlook.expected_s is not None:
             remaining = outlook.expected_s - outlook.elapsed_s
-        explained = f" ({outlook.message})" if outlook.message else ""
+        # What a golden question found may hold the answer to it, and paths of this machine.
+        explained = f" ({outlook.message})" if outlook.message and self.settings.explain_refusals else ""
         detail = f"No engine answers correctly: slot {outlook.slot} is {outlook.state}, {outlook.reason}{explained}."
         return Problem(503, "not-ready", detail, max(1, math.ceil(remaining)), facts=facts)
 
@@ -200,6 +280,10 @@ class Gate:
                 for watch in self.watches.values():
                     group.create_task(watch.run())
                 group.create_task(self._look())
+                group.create_task(self.succession.keep_account())
+                group.create_task(self._weigh())
+                if self.settings.cache_socket is not None:
+                    group.create_task(self._foresee(self.settings.cache_socket))
         except Exception as error:
             # Whatever it was, nobody watches the slots any more: what they answer is not to be trusted.
             self.failure = error
@@ -209,15 +293,46 @@ class Gate:
     async def _read_the_past(self) -> None:
         for pause in itertools.chain((0.1,), itertools.repeat(LOOK_S)):
             if await asyncio.to_thread(self.chronicle.rewind):
-                return
+                break
             await asyncio.sleep(pause)
+        for slot in self.chronicle.drained:
+            self.watches[slot].withdraw()
+        self.overrides.resume()
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             self.chronicle.poll()
+            if self.overrides.current is not None and not self.overrides.active:
+                self.end_override("expired", self.overrides.current.user)
             for watch in self.watches.values():
                 watch.check_lease()
+
+    async def _weigh(self) -> None:
+        """Keep `costs` up to date: of an engine that has just become ready at once, of the others now and then."""
+        while True:
+            self._opened.clear()
+            for slot in self.slots:
+                if (engine := slot.engine) is not None and slot.ready:
+                    measured = await cost.measure(engine, slot.url)
+                    if engine == slot.engine:
+                        self.costs[slot.name] = measured
+                elif engine is None:
+                    self.costs.pop(slot.name, None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(cost.EVERY_S):
+                    await self._opened.wait()
+
+    async def _foresee(self, socket: Path) -> None:
+        """Keep `next_starts` up to date."""
+        while True:
+            self.next_starts = await foresight.foresee_all(socket, self.chronicle.asked)
+            await asyncio.sleep(foresight.EVERY_S)
+
+    def _follow(self, step: Transition) -> None:
+        self.succession.follow(step)
+        if step.slot.ready:
+            self._opened.set()
 
     def _journal(self, step: Transition) -> None:
         self.was_ready = self.was_ready or step.state == "ready"

@@ -10,15 +10,16 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from readmit.gate.access import Access
 from readmit.gate.gate import Gate
 from readmit.gate.problem import Problem
 
 _NO_STORE = {"Cache-Control": "no-store"}
-_PROOF = {None: "", True: " (verified)", False: " (unverified: no golden answers)"}
+_PROOF = {None: "", True: " (verified)", False: " (unverified: its answers are not known to be right)"}
 
 
-def routes(gate: Gate) -> APIRouter:
-    """The three routes of one gate."""
+def routes(gate: Gate, access: Access) -> APIRouter:
+    """The three routes of one gate. Strangers are not told what golden questions found."""
     router = APIRouter()
 
     @router.api_route("/livez", methods=["GET", "HEAD"])
@@ -32,10 +33,15 @@ def routes(gate: Gate) -> APIRouter:
         failed = [name for name, passed in checks.items() if not passed and name not in exclude]
         if "verbose" in request.query_params:
             unknown = [name for name in exclude if name not in checks]
-            text = _explained(gate, checks, exclude, unknown) + f"readyz check {'failed' if failed else 'passed'}\n"
+            told = access.may_look(request.scope)
+            text = (
+                _explained(gate, checks, exclude, unknown, told) + f"readyz check {'failed' if failed else 'passed'}\n"
+            )
             return PlainTextResponse(text, 503 if failed else 200, headers=_NO_STORE)
         if not failed:
-            return PlainTextResponse("ok\n", headers=_NO_STORE)
+            # For people: an override lets in what has not been proved right.
+            text = "ok (override)\n" if gate.overrides.active else "ok\n"
+            return PlainTextResponse(text, headers=_NO_STORE)
         return answer(_draining() if "drain" in failed else gate.not_ready(), request)
 
     @router.api_route("/startupz", methods=["GET", "HEAD"])
@@ -57,7 +63,9 @@ def _draining() -> Problem:
     return Problem(503, "draining", "This gate is shutting down.", 1)
 
 
-def _explained(gate: Gate, checks: dict[str, bool], exclude: Collection[str], unknown: Collection[str]) -> str:
+def _explained(
+    gate: Gate, checks: dict[str, bool], exclude: Collection[str], unknown: Collection[str], told: bool
+) -> str:
     lines = []
     for name, passed in checks.items():
         mark, verdict = ("+", "excluded: ok") if name in exclude else ("+", "ok") if passed else ("-", "failed")
@@ -65,13 +73,15 @@ def _explained(gate: Gate, checks: dict[str, bool], exclude: Collection[str], un
     for slot in gate.slots:
         outlook = gate.outlook(slot)
         proof = _PROOF[outlook.verified]
-        why = f": {outlook.message}" if outlook.message else ""
+        why = f": {outlook.message}" if outlook.message and told else ""
         lines.append(f"  slot {slot.name} {slot.state}, {slot.reason}, for {outlook.since_s:.1f} s{proof}{why}")
+    if gate.overrides.active:
+        lines.append(f"  warning: {gate.overrides.current if told else 'an override is in force'}")
     if gate.probe_set_suspect:
         lines.append("  warning: several ready slots answer wrongly; the golden answers are doubted, not the engines")
-    if gate.probes.error is not None:
+    if gate.probes.error is not None and told:
         lines.append(f"  warning: {gate.probes.error}")
-    if gate.chronicle.failure is not None:
+    if gate.chronicle.failure is not None and told:
         lines.append(f"  warning: the journal cannot be read: {gate.chronicle.failure}")
     if unknown:
         lines.append(f"  warning: no such checks to exclude: {', '.join(unknown)}")

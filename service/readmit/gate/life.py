@@ -13,6 +13,7 @@ from yarl import URL
 
 from readmit.gate.chronicle import Chronicle
 from readmit.gate.metrics import GateMetrics
+from readmit.gate.override import Overrides
 from readmit.gate.process import Engine
 from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
@@ -44,6 +45,7 @@ class Means:
     remedies: Remedies
     metrics: GateMetrics
     slots: Sequence[Slot]
+    overrides: Overrides
 
 
 class Life:
@@ -107,10 +109,13 @@ class Life:
             match finding.result:
                 case "correct":
                     good += 1
-                    if good >= self._needed:
+                    if good >= self._needed or self._means.overrides.active:
                         self._open(finding)
                         return
                     pause = CONFIRM_S
+                case "wrong" if self._means.overrides.active:
+                    self._open(finding)
+                    return
                 case "wrong":
                     good = 0
                     self.slot.enter("suspect", "wrong_answer")
@@ -122,8 +127,8 @@ class Life:
                     self.slot.enter("verifying", "late")
                     self._note_silence(finding.asked_ns)
                     pause = 0.0
-                case "no_probes":
-                    self.slot.enter("verifying", "no_probes")
+                case "no_probes" | "stale_probes":
+                    self.slot.enter("verifying", finding.result)
                     pause = ERROR_PAUSE_S
                 case _:
                     self.slot.enter("verifying", finding.result)
@@ -137,7 +142,10 @@ class Life:
         chronicle, name, now = self._means.chronicle, self.slot.name, boottime_ns()
         chronicle.poll()
         place = self._place  # once the episode is closed it is no longer to be seen
-        lease = Lease(self.engine, chronicle.generation(name), finding.probe_set, now)
+        overridden = finding.overridden or finding.result == "wrong"
+        lease = Lease(
+            self.engine, chronicle.generation(name), None if overridden else finding.probe_set, now, overridden
+        )
         self.slot.open(lease)
         self._answered, self._needed = True, 1
         if self._phase_marked:
@@ -164,7 +172,7 @@ class Life:
             lease = self.slot.lease
             if lease is None:
                 return
-            if finding.probe_set not in (None, lease.probe_set):
+            if not lease.overridden and finding.probe_set not in (None, lease.probe_set):
                 self.slot.revoke("probes_changed")
                 return
             pause = settings.verify_interval_s
@@ -216,13 +224,20 @@ class Life:
         limit = means.settings.probe_limit_s
         if self.slot.ready:  # one that comes back, or has just started, may take its time
             limit = min(limit, means.settings.hang_limit_s)
-        finding = await means.verifier.examine(self.slot.url, self.engine, limit, turn=turn)
+        finding = await means.verifier.examine(
+            self.slot.url,
+            self.engine,
+            limit,
+            means.chronicle.weights(name),
+            turn=turn,
+            overridden=means.overrides.active,
+            asking=self._begin_phase,
+        )
         self._check()
-        answered = finding.result in ("correct", "wrong", "late")
-        if answered and means.chronicle.context(name).episode is not None and not self._phase_marked:
-            # Only now: an engine that answers with an error is still in a phase of its own.
-            means.chronicle.write(name, "phase_begin", "semantic_verify", at_ns=finding.asked_ns)
-            self._phase_marked = True
+        if self._phase_marked and finding.result not in ("correct", "wrong", "late"):
+            # An engine that answers with an error is still in a phase of its own.
+            means.chronicle.write(name, "phase_end", "semantic_verify", {"error": finding.result})
+            self._phase_marked = False
         if self.finding is None or finding.message != self.finding.message:
             log.info("%s", finding.message or "all answers are correct", extra=self._place)
         self.finding = finding
@@ -234,6 +249,13 @@ class Life:
             self.slot.last_correct_ns = boottime_ns()
             means.metrics.verified(self.slot, time.time())
         return finding
+
+    def _begin_phase(self) -> None:
+        """The first golden question is about to be put."""
+        chronicle, name = self._means.chronicle, self.slot.name
+        if not self._phase_marked and chronicle.context(name).episode is not None:
+            chronicle.write(name, "phase_begin", "semantic_verify")
+            self._phase_marked = True
 
     def _note_silence(self, since_ns: int) -> None:
         """No answer in time. Late is not wrong, until it has lasted too long; then it is a hang."""
@@ -248,6 +270,8 @@ class Life:
             self._eject("hang", "hang")
 
     def _may_eject(self) -> bool:
+        if self._means.overrides.active:
+            return False
         others = [slot for slot in self._means.slots if slot is not self.slot and slot.ready]
         if any(slot.wrong_while_ready for slot in others):
             return False  # several at once: the probe set is suspect, not the fleet

@@ -5,6 +5,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from readmit.gate.cost import Cost
 from readmit.gate.slots import REVOCATIONS, Slot, Transition
 from readmit.probes import RESULTS, Verdict
 from weightcache.vocabulary import SLOT_STATES
@@ -47,6 +48,11 @@ class GateMetrics:
             "1 while several ready slots answer wrongly: the golden answers are doubted, not the fleet.",
             registry=registry,
         )
+        self.override_ends = Gauge(
+            "readmit_gate_override_ends_timestamp_seconds",
+            "Until when an operator's override lets engines in whatever they answer; 0 without one.",
+            registry=registry,
+        )
         self.in_flight = Gauge("readmit_gate_in_flight_requests", "Requests being passed on.", registry=registry)
         self.requests = Counter(
             "readmit_gate_requests", "Requests to /v1 by how they ended.", ["outcome"], registry=registry
@@ -80,6 +86,18 @@ class GateMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._private = Gauge(
+            "readmit_gate_engine_private_bytes",
+            "Memory that would be free if the slot's engine ended; 0 while that is not known.",
+            ["slot"],
+            registry=registry,
+        )
+        self._kv_tokens = Gauge(
+            "readmit_gate_engine_kv_tokens",
+            "Tokens that the slot's engine has room for in its KV cache; 0 where it does not say.",
+            ["slot"],
+            registry=registry,
+        )
         self._last_correct = Gauge(
             "readmit_gate_last_correct_answer_timestamp_seconds",
             "When a slot last answered all golden questions correctly; 0 for never.",
@@ -95,7 +113,14 @@ class GateMetrics:
                 self._revocations.labels(slot, reason)
             for result in RESULTS:
                 self._probes.labels(slot, result)
-            for metric in (self._wrong, self._openings, self._probe_seconds, self._last_correct):
+            for metric in (
+                self._wrong,
+                self._openings,
+                self._probe_seconds,
+                self._private,
+                self._kv_tokens,
+                self._last_correct,
+            ):
                 metric.labels(slot)
 
     def transition(self, step: Transition) -> None:
@@ -117,6 +142,11 @@ class GateMetrics:
     def verified(self, slot: Slot, at_s: float) -> None:
         """Note when all answers were correct, in Unix time."""
         self._last_correct.labels(slot.name).set(at_s)
+
+    def cost(self, slot: Slot, cost: Cost | None) -> None:
+        """Note what a slot's engine costs."""
+        self._private.labels(slot.name).set(cost.private_bytes or 0 if cost else 0)
+        self._kv_tokens.labels(slot.name).set(cost.kv_tokens or 0 if cost else 0)
 
     def fleet(self, slots: Sequence[Slot], *, admitting: bool, probe_set_suspect: bool) -> None:
         """Bring the gauges about all slots up to date."""

@@ -34,7 +34,9 @@ class Problem:
     @property
     def error(self) -> dict[str, Any]:
         """The ``error`` object that OpenAI clients expect."""
-        kind = "rate_limit_error" if self.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
+        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            kind = "rate_limit_error"
         return {"message": self.detail, "type": kind, "param": None, "code": self.kind.replace("-", "_")}
 
     def document(self, instance: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Engine(NamedTuple):
         if not inodes:
             return None
         hidden = False
-        for pid in _tree(self.pid):
+        for pid in tree(self.pid):
             try:
                 inodes -= _socket_inodes(pid)
             except PermissionError:
@@ -129,11 +129,11 @@ def _socket_inodes(pid: int) -> set[int]:
     return inodes
 
 
-def _tree(pid: int) -> Iterator[int]:
+def tree(pid: int) -> Iterator[int]:
     """A process and its descendants."""
     yield pid
     with contextlib.suppress(*_GONE):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(*_GONE):
                 for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    yield from _tree(int(child))
+                    yield from tree(int(child))

@@ -5,14 +5,18 @@ import logging
 import os
 import signal
 import socket
+from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
+from readmit.gate.access import by_socket
 from readmit.gate.app import create_app
 from readmit.gate.gate import Gate
+from readmit.gate.operator import SOCKET
 from readmit.gate.settings import GateSettings
+from weightcache import paths
 from weightcache.errors import ConfigError
 from weightcache.sdnotify import Notifier, listen_fds
 
@@ -23,23 +27,44 @@ _BACKLOG: Final = 2048
 """Connections that wait while the gate is being replaced; uvicorn's own number."""
 _CLOSE_LIMIT_S: Final = 3
 """For what still runs when draining is over."""
+_UVICORN: Final[dict[str, Any]] = {
+    "log_config": None,
+    "access_log": False,
+    "ws": "none",
+    "timeout_graceful_shutdown": _CLOSE_LIMIT_S,
+    "server_header": False,
+}
 
 
 def run(settings: GateSettings) -> int:
     """Serve until a signal ends it; returns the process's exit code.
 
     Raises:
-        ConfigError: ``address``: the gate cannot listen there.
+        ConfigError: ``address``: the gate cannot listen there; ``token`` or ``tls``: a file cannot be used.
     """
     notifier = Notifier.from_environment()
-    listener = listen(settings, notifier)
     app = create_app(settings)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=_CLOSE_LIMIT_S, server_header=False
-    )
+    config = uvicorn.Config(app, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, **_UVICORN)
+    _load(config)
+    listener = listen(settings, notifier)
+    if not settings.local and settings.token_file is None:
+        log.warning("the status page is open to everybody who reaches %s; token_file closes it", settings.listen)
     server = GateServer(config, app.state.gate, notifier, listener)
     server.run(sockets=[listener])
     return os.EX_SOFTWARE if app.state.gate.failure is not None else os.EX_OK
+
+
+def _load(config: uvicorn.Config) -> None:
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            "tls",
+            f"the gate cannot serve HTTPS with {config.ssl_certfile}",
+            expected="a certificate chain and its private key, as PEM",
+            found=str(error),
+            remedy="Name the right files (tls_cert, tls_key)",
+        ) from error
 
 
 def listen(settings: GateSettings, notifier: Notifier) -> socket.socket:
@@ -91,15 +116,22 @@ class GateServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
         self._told = ""
+        self._orders: Path | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         # The service manager came back and has lost what it kept.
         self._loop.add_signal_handler(signal.SIGHUP, lambda: self._notifier.store(STORED_AS, self._listener.fileno()))
         await super().startup(sockets)
+        await self._take_orders()
         host, port = self._listener.getsockname()[:2]
         self._notifier.ready(f"listening on {host}:{port}")
         log.info("listening on %s:%s", host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._orders is not None:
+            self._orders.unlink(missing_ok=True)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains; a second one ends at once. Either way the exit code is the gate's own."""
@@ -117,6 +149,32 @@ class GateServer(uvicorn.Server):
             self._told = status
             self._notifier.status(status)
         return await super().on_tick(counter)
+
+    async def _take_orders(self) -> None:
+        """Listen for operators in the runtime folder, which nobody else may enter. Without it traffic goes on."""
+        if (folder := self._gate.settings.runtime_dir) is None:
+            return
+        config = uvicorn.Config(by_socket(self.config.loaded_app), lifespan="off", **_UVICORN)
+        config.load()
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg] # what is common to uvicorn's protocols
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        try:
+            path = paths.checked_socket_path(folder / SOCKET)
+            path.unlink(missing_ok=True)
+            mask = os.umask(0o177)
+            try:
+                server = await asyncio.get_running_loop().create_unix_server(protocol, path)
+            finally:
+                os.umask(mask)
+        except (OSError, ConfigError) as error:
+            log.warning("no orders are taken (readmit gate override, readmit drain): %s", error)
+        else:
+            self.servers.append(server)
+            self._orders = path
 
     def _leave(self) -> None:
         if self._drain is not None:

@@ -1,5 +1,6 @@
 """What an operator may choose about the gate."""
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,11 @@ class GateSettings:
         probes: the probe file, or None.
         unverified_ok: open without golden answers, and say so.
         probe_headers: sent with every golden question, for engines behind a key.
+        token_file: holds the token that the page and ``/api`` then ask for, and that orders by TCP need in any case.
+        tls_cert: serve HTTPS with this certificate chain (PEM).
+        tls_key: its private key (PEM); None where `tls_cert` has it too.
+        max_body_bytes: a request's body may not be longer.
+        explain_refusals: say in a 503 what the golden questions found. Anybody who is refused then learns them.
         retry_after_s: what ``Retry-After`` says where history says nothing.
         max_in_flight: more requests at a time than this are answered 429.
         probe_limit_s: an answer to a golden question is late after this; from a ready engine already after
@@ -79,6 +85,11 @@ class GateSettings:
     probes: Path | None = None
     unverified_ok: bool = False
     probe_headers: Mapping[str, str] = field(default_factory=dict)
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    max_body_bytes: int = 256 << 20
+    explain_refusals: bool = False
     retry_after_s: int = 5
     max_in_flight: int = 512
     probe_limit_s: float = 10.0
@@ -114,6 +125,15 @@ class GateSettings:
                 found=f"eject_wrong {self.eject_wrong}, eject_window {self.eject_window}",
                 remedy="Choose k of n wrong answers, such as 2 of 3",
             )
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can reach the gate."""
+        host, _ = self.address
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
 
     @property
     def address(self) -> tuple[str, int]:

@@ -5,6 +5,7 @@
     starting -> loading -> verifying -> ready -> suspect
                                                    |  `-> loading, verifying: the engine is asked again, or a new one
     any of them -> draining -> stopped
+                          `-> starting: an operator has ended the drain
 
 `Slot.open` is the only way into ``ready``, and it takes a `Lease`: proof of who answered what.
 """
@@ -24,7 +25,7 @@ TRANSITIONS: Final = {
     "verifying": {"starting", "loading", "ready", "suspect", "draining"},
     "ready": {"suspect", "draining"},
     "suspect": {"starting", "loading", "verifying", "draining"},
-    "draining": {"stopped"},
+    "draining": {"stopped", "starting"},
     "stopped": set(),
 }
 assert set(TRANSITIONS) == {None, *SLOT_STATES}
@@ -40,6 +41,8 @@ REVOCATIONS: Final = (
     "probes_changed",
     "generation_changed",
     "drain",
+    "operator_drain",
+    "override_ended",
 )
 """Why readiness ends."""
 
@@ -52,12 +55,14 @@ class Lease(NamedTuple):
         generation: the weights it answered from, None where nobody said.
         probe_set: the digest of the probe set, None for a lease without golden answers.
         granted_ns: boottime in nanoseconds.
+        overridden: granted by an operator's override, and ending with it.
     """
 
     engine: Engine | None
     generation: str | None
     probe_set: str | None
     granted_ns: int
+    overridden: bool = False
 
     @property
     def verified(self) -> bool:
@@ -104,6 +109,8 @@ class Slot:
         self.last_correct_ns: int | None = None
         self.wrong_while_ready = 0
         """Wrong verifications among the last ones since it became ready; above 0 it serves under suspicion."""
+        self.carried: set[Callable[[str], None]] = set()
+        """Told why when readiness ends: what is under way to this slot."""
         self._observers = observers
 
     @property
@@ -116,7 +123,7 @@ class Slot:
         return self.lease is not None
 
     def enter(self, state: str, reason: str) -> None:
-        """Go to a state other than ``ready``; staying where it is only updates the reason.
+        """Go to a state other than ``ready``; staying where it is only updates the reason. Draining keeps the lease.
 
         Raises:
             ImpossibleTransitionError: there is no such step.
@@ -135,17 +142,27 @@ class Slot:
             ImpossibleTransitionError: the slot is not being verified.
         """
         self.wrong_while_ready = 0
-        self._step("ready", "verified" if lease.verified else "unverified", lease)
+        self._step("ready", "verified" if lease.verified else "override" if lease.overridden else "unverified", lease)
+
+    def withdraw(self, reason: str) -> None:
+        """Drain on an operator's order: requests under way go on, others go elsewhere.
+
+        Raises:
+            ImpossibleTransitionError: it drains already.
+        """
+        self._step("draining", reason, None)
 
     def revoke(self, reason: str) -> bool:
         """End readiness at once; returns whether there was any."""
         if self.ready:
             self._step("suspect", reason, None)
-            return True
-        if self.lease is not None:  # draining
+        elif self.lease is not None:  # draining
             self.lease, self.reason = None, reason
-            return True
-        return False
+        else:
+            return False
+        for tell in tuple(self.carried):
+            tell(reason)
+        return True
 
     def _step(self, state: str, reason: str, lease: Lease | None) -> None:
         if state not in TRANSITIONS[self.state]:

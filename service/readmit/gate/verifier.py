@@ -1,9 +1,9 @@
 """Asks one engine the golden questions, and makes sure that it was that engine that answered."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 from yarl import URL
@@ -13,7 +13,7 @@ from readmit.probes import Expectation, Interrogation, Probe, ProbeSet, Verdict,
 from weightcache.errors import ConfigError
 from weightcache.journal import boottime_ns
 
-Result = Literal["correct", "wrong", "late", "error", "engine_exited", "foreign_listener", "no_probes"]
+Result = Literal["correct", "wrong", "late", "error", "engine_exited", "foreign_listener", "no_probes", "stale_probes"]
 
 SIGN_OF_LIFE = Probe("sign-of-life", "Hello", 1, Expectation(regex=""))
 """Asked where nobody recorded golden answers: any completion will do, which proves little and is said to."""
@@ -30,6 +30,7 @@ class Finding(NamedTuple):
         verdicts: one for each question that was put.
         probe_set: the digest of the set, None where there is none.
         message: for people; empty when all is well.
+        overridden: an override let pass what would not have been asked, or not been enough.
     """
 
     result: Result
@@ -37,6 +38,7 @@ class Finding(NamedTuple):
     verdicts: tuple[Verdict, ...] = ()
     probe_set: str | None = None
     message: str = ""
+    overridden: bool = False
 
     @property
     def refused(self) -> bool:
@@ -93,32 +95,50 @@ class Verifier:
         self._unverified_ok = unverified_ok
         self._headers = headers
 
-    async def examine(self, url: str, engine: Engine | None, limit_s: float, *, turn: int | None = None) -> Finding:
+    async def examine(
+        self,
+        url: str,
+        engine: Engine | None,
+        limit_s: float,
+        weights: Mapping[str, Any],
+        *,
+        turn: int | None = None,
+        overridden: bool = False,
+        asking: Callable[[], None] = lambda: None,
+    ) -> Finding:
         """Ask the engine that should be behind a URL. Only answers during which it lived and listened count.
 
         Args:
             url: the engine's base URL.
             engine: the process that must be the one that answers.
             limit_s: when an answer is late.
+            weights: what is known of the weights it runs on, as fields of a `CacheConfig`.
             turn: put one question only, the next with every turn; all of them if None.
+            overridden: ask also without golden answers, or with stale ones.
+            asking: called when the first question is about to be put.
         """
         asked_ns = boottime_ns()
         probe_set = self.probes.current()
-        if probe_set is None and not self._unverified_ok:
+        stale = staleness(probe_set, weights) if probe_set is not None else None
+        if stale is not None and not overridden:
+            return Finding("stale_probes", asked_ns, message=stale)
+        if probe_set is None and not (self._unverified_ok or overridden):
             message = str(self.probes.error or "no probe file is configured")
             return Finding("no_probes", asked_ns, message=message)
         if (problem := await _stranger(url, engine)) is not None:
             return Finding(problem, asked_ns, message=_EXPLAINED[problem])
+        asking()
         asked_ns = boottime_ns()
         verdicts = tuple(await self._ask(url, probe_set, limit_s, turn))
         if (problem := await _stranger(url, engine)) is not None:
             return Finding(problem, asked_ns, verdicts, message=_EXPLAINED[problem])
         digest = probe_set.digest if probe_set is not None else None
+        doubtful = stale is not None or (probe_set is None and not self._unverified_ok)
         for result in ("error", "late", "wrong"):
             for verdict in verdicts:
                 if verdict.result == result:
-                    return Finding(verdict.result, asked_ns, verdicts, digest, str(verdict))
-        return Finding("correct", asked_ns, verdicts, digest)
+                    return Finding(verdict.result, asked_ns, verdicts, digest, str(verdict), doubtful)
+        return Finding("correct", asked_ns, verdicts, digest, overridden=doubtful)
 
     async def _ask(self, url: str, probe_set: ProbeSet | None, limit_s: float, turn: int | None) -> list[Verdict]:
         if probe_set is not None:
@@ -132,6 +152,18 @@ class Verifier:
         except (aiohttp.ClientError, OSError) as error:
             return [Verdict.without_answer(SIGN_OF_LIFE, error, 0.0)]
         return [await Interrogation(url, model, self._headers).put(SIGN_OF_LIFE, limit_s)]
+
+
+def staleness(probe_set: ProbeSet, weights: Mapping[str, Any]) -> str | None:
+    """Why a probe set says nothing about these weights, None where nothing is known against it."""
+    for field in ("checkpoint_digest", "quant_method"):
+        recorded, found = getattr(probe_set, field), weights.get(field)
+        if recorded is not None and found is not None and recorded != found:
+            return (
+                f"the golden answers are those of another model: {field} {recorded} recorded, {found} found in the "
+                "engine. Record them anew from a good load of it (readmit probe record)"
+            )
+    return None
 
 
 _EXPLAINED: Mapping[Literal["engine_exited", "foreign_listener"], str] = {

@@ -29,6 +29,8 @@ class Watch:
         self._supervised = supervised
         self._means = means
         self._task: asyncio.Task[None] | None = None
+        self._admitted = asyncio.Event()
+        self._admitted.set()
         self._life: Life | None = None
         self._living: asyncio.Task[None] | None = None
 
@@ -41,7 +43,9 @@ class Watch:
         """Follow one engine process after the other, until cancelled."""
         self._task = asyncio.current_task()
         while True:
-            await self._follow(await self._engine())
+            engine = await self._engine()
+            if self._admitted.is_set():
+                await self._follow(engine)
 
     def doubt(self) -> None:
         """Verify soon: somebody saw this engine fail."""
@@ -60,6 +64,22 @@ class Watch:
         if ended is not None:
             ended.cancel()
 
+    @property
+    def withdrawn(self) -> bool:
+        """Whether an operator has drained the slot."""
+        return not self._admitted.is_set()
+
+    def withdraw(self) -> None:
+        """Send requests elsewhere until `readmit` is called, whatever becomes of the engine."""
+        self._admitted.clear()
+        self.slot.withdraw("operator_drain")
+        self._end_life()
+
+    def readmit(self) -> None:
+        """Ask the engine again, and let it in when it answers correctly."""
+        self.slot.enter("starting", "undrained")
+        self._admitted.set()
+
     def check_lease(self) -> None:
         """End what rests on a process that the keeper has replaced, or on weights that are others by now."""
         chronicle, lease = self._means.chronicle, self.slot.lease
@@ -77,6 +97,7 @@ class Watch:
         """Wait for the slot's process; None for one that listens out of our sight."""
         chronicle, url = self._means.chronicle, self.slot.url
         while True:
+            await self._admitted.wait()
             if self._supervised:
                 chronicle.poll()
                 if (engine := chronicle.engine(self.slot.name)) is not None:
@@ -107,6 +128,9 @@ class Watch:
         """The process is not the slot's engine any more."""
         if not self.slot.revoke(reason) and self.slot.state != "draining":
             self.slot.enter("starting", reason)
+        self._end_life()
+
+    def _end_life(self) -> None:
         if self._life is not None and self._living is not None:
             self._life.over.set()
             self._living.cancel()

@@ -170,7 +170,7 @@ def test_an_engine_that_dies_before_it_answers_gives_502(mortal: tuple[Gate, Scr
     assert answer.status_code == 502
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["type"] == "urn:readmit:problem:engine-died"
-    assert gate.metric('readmit_gate_requests_total{outcome="engine_died"}') == 1
+    until(lambda: gate.metric('readmit_gate_requests_total{outcome="engine_died"}') == 1, "it to be counted")
     gate.until_state("suspect", "engine_exited")
 
 
@@ -188,7 +188,7 @@ def test_an_engine_that_dies_in_mid_stream_leaves_no_whole_answer(mortal: tuple[
     assert text.startswith('data: {"n": 0}\n\ndata: {"n"\n\nevent: error\ndata: ')
     error = json.loads(text.rpartition("data: ")[2])["error"]
     assert (error["type"], error["code"]) == ("server_error", "engine_died")
-    assert gate.metric('readmit_gate_requests_total{outcome="cut_off"}') == 1
+    until(lambda: gate.metric('readmit_gate_requests_total{outcome="cut_off"}') == 1, "it to be counted")
 
 
 def test_a_document_that_breaks_off_is_not_passed_for_whole(gate: Gate) -> None:

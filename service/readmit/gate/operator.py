@@ -1,0 +1,53 @@
+"""Orders to the gate of this machine, by the socket in its runtime folder. `readmit.gate.controls` takes them."""
+
+import http.client
+import json
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+from weightcache.errors import ConfigError
+
+SOCKET: Final = "gate.sock"
+"""In the runtime folder."""
+_LIMIT_S: Final = 10.0
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("gate", timeout=_LIMIT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(_LIMIT_S)
+        self.sock.connect(str(self._path))
+
+
+def order(runtime_dir: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Send one order, or ask; returns the answer.
+
+    Raises:
+        ConfigError: ``no_gate``: none answers here; ``gate_refused``, with its reason.
+    """
+    connection = _Connection(runtime_dir / SOCKET)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        status, answer = response.status, json.loads(response.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ConfigError(
+            "no_gate",
+            f"no gate takes orders at {runtime_dir / SOCKET}: {getattr(error, 'strerror', None) or error}",
+            remedy="Start one (readmit up), or name its runtime folder (READMIT_RUNTIME, --config)",
+            path=str(runtime_dir / SOCKET),
+        ) from error
+    finally:
+        connection.close()
+    if status >= 400:
+        raise ConfigError("gate_refused", f"the gate refuses: {answer.get('detail', answer)}", status=status)
+    result: dict[str, Any] = answer
+    return result

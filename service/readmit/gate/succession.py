@@ -1,0 +1,87 @@
+"""Which slot requests go to, and which one takes over from it.
+
+One slot is active; the others that are ready stand by. A slot that lost its place does not get it back by being ready
+again: it stands by behind its successor, so that one fault moves the traffic once.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from readmit.gate.chronicle import Chronicle
+from readmit.gate.slots import Lease, Slot, Transition
+from weightcache.episodes import Episode
+
+log = logging.getLogger("readmit.gate")
+
+DELIBERATE: Final = frozenset({"drain", "operator_drain", "override_ended", "probes_changed"})
+"""Reasons to take a slot out of service that are nobody's fault."""
+FAULT_LIMIT_S: Final = 600.0
+"""How long it may take until the fault behind a takeover is known: an engine that refuses may turn out to hang."""
+_LOOK_S: Final = 0.03
+
+
+class Takeover(NamedTuple):
+    """A slot lost its readiness, and another one has its place since boottime ``at_ns``."""
+
+    lost: str
+    successor: str
+    lease: Lease
+    at_ns: int
+
+
+class Succession:
+    """The order of the slots of one gate.
+
+    Args:
+        slots: in order of preference.
+        chronicle: where takeovers are written down.
+    """
+
+    def __init__(self, slots: Sequence[Slot], chronicle: Chronicle) -> None:
+        self.active: Slot | None = None
+        """Where requests go; None while no slot is ready."""
+        self._slots = slots
+        self._chronicle = chronicle
+        self._takeovers: asyncio.Queue[Takeover] = asyncio.Queue()
+
+    def choose(self, tried: Sequence[Slot] = ()) -> Slot | None:
+        """The slot that a request goes to: the active one, or another that serves and has not been tried."""
+        active = self.active
+        if active is not None and active.serves and active not in tried:
+            return active
+        return next((slot for slot in self._slots if slot.serves and slot not in tried), None)
+
+    def follow(self, step: Transition) -> None:
+        """Take in a slot's step. The place is passed on in the same moment in which it is lost."""
+        if step.slot.ready:
+            self.active = self.active or step.slot
+        if step.slot is not self.active or step.slot.serves:
+            return
+        self.active = next((slot for slot in self._slots if slot.ready), None)
+        if self.active is not None and self.active.lease is not None:
+            log.warning("slot %s takes over from slot %s: %s", self.active.name, step.slot.name, step.reason)
+            if step.reason not in DELIBERATE:
+                takeover = Takeover(step.slot.name, self.active.name, self.active.lease, step.at_ns)
+                self._takeovers.put_nowait(takeover)
+
+    async def keep_account(self) -> None:
+        """Write every takeover from a fault to the journal, until cancelled."""
+        async with asyncio.TaskGroup() as accounts:
+            while True:
+                accounts.create_task(self._account_for(await self._takeovers.get()))
+
+    async def _account_for(self, takeover: Takeover) -> None:
+        """Wait for the fault, which the keeper or a later look of the gate finds, and write its takeover down."""
+        with contextlib.suppress(TimeoutError):  # nothing recovers: stopped on purpose, or nobody restarts it
+            async with asyncio.timeout(FAULT_LIMIT_S):
+                fault = await self._fault(takeover)
+            self._chronicle.take_over(takeover.successor, takeover.lease, fault, takeover.at_ns)
+
+    async def _fault(self, takeover: Takeover) -> Episode:
+        while True:
+            if (fault := self._chronicle.fault(takeover.lost, takeover.at_ns)) is not None:
+                return fault
+            await asyncio.sleep(_LOOK_S)
