@@ -287,7 +287,7 @@ class Slot:
     episode: Episode | None = None
     """The open episode."""
     last: Episode | None = None
-    """The latest closed one."""
+    """The latest closed one, takeovers as a standby aside."""
     state: str | None = None
     """What the gate said last, None where no gate watches."""
     state_ns: int = 0
@@ -405,7 +405,9 @@ class Replay:
         slot = self.slots[episode.slot]
         if slot.episode is episode:
             slot.episode = None
-        slot.last = episode
+        # A takeover has no engine of its own: whose engine serves is told by the episode before.
+        if episode.path != "standby":
+            slot.last = episode
         self._forget()
         return episode
 

@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "status": Entry("readmit.commands.status", "What runs here now."),
     "restart": Entry("readmit.commands.restart", "Restart a slot on purpose."),
     "preempt": Entry("readmit.commands.preempt", "Have an engine yield its place, and come back."),
+    "drain": Entry("readmit.commands.drain", "Send a slot's requests elsewhere, or take it back."),
     "drill": Entry("readmit.commands.drill", "Kill what serves, and measure the recoveries."),
     "logs": Entry("readmit.commands.logs", "What a slot's engine printed."),
     "report": Entry("readmit.commands.report", "Recoveries: how long, and why."),
