@@ -24,6 +24,7 @@ from weightcache.process import Stat
 from weightcache.vocabulary import MODES
 
 if TYPE_CHECKING:
+    from readmit.decoding import StaticDecoder
     from readmit.generation import Generator
     from weightcache.attachment import Outcome
 
@@ -93,9 +94,12 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
             journal=journal,
         )
     log.info(_told(outcome))
-    generator = Generator(model, tokenizer)
-    with journal.phase("kernel_warmup"):
-        warm_up(generator)
+    if model.device.type == "cuda":
+        generator = Generator(model, tokenizer, on_gpu(model, journal, capture=not arguments.eager))
+    else:
+        generator = Generator(model, tokenizer)
+        with journal.phase("kernel_warmup"):
+            warm_up(generator)
     api = CompletionsAPI(generator, arguments.served_model_name or os.path.basename(folder.path))
     serve(api.app(), listener, journal)
 
@@ -119,6 +123,26 @@ def read_tokenizer(folder: Folder) -> Any:
             remedy="Download the model's tokenizer files too",
             path=folder.path,
         ) from error
+
+
+def on_gpu(model: Any, journal: Journal, *, capture: bool) -> "StaticDecoder":
+    """A model on a GPU made ready to decode, phase by phase. The weights are mapped for good by now, and buffers
+    private: a graph keeps the addresses that it was captured with.
+
+    Raises:
+        ConfigError: ``graph_capture``.
+    """
+    from readmit.decoding import StaticDecoder
+
+    decoder = StaticDecoder(model)
+    with journal.phase("kernel_warmup"):
+        decoder.warm_up()
+    with journal.phase("cache_alloc"):
+        decoder.allocate()
+    if capture:
+        with journal.phase("graph_capture"):
+            decoder.capture()
+    return decoder
 
 
 def warm_up(generator: "Generator") -> None:
@@ -156,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", help="the model's name in the API (default: the folder's name)")
     parser.add_argument("--dtype", help="torch dtype of the weights, such as bfloat16 (default: the checkpoint's own)")
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0 (default: %(default)s)")
+    parser.add_argument("--eager", action="store_true", help="on a GPU: capture no CUDA graph of a decoding step")
     parser.add_argument(
         "--weight-cache",
         choices=MODES,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
+from readmit.decoding import Decoder, GrowingDecoder
 from readmit.detokenizer import Detokenizer
 
 
@@ -52,10 +52,11 @@ class Step:
 class Generator:
     """A causal language model of transformers and its tokenizer. Not for more than one thread at a time."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, decoder: Decoder | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.context: int = model.config.max_position_embeddings
+        self._decoder = decoder or GrowingDecoder(model)
+        self.context: int = self._decoder.context
         ends = model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
 
@@ -79,11 +80,8 @@ class Generator:
         text = Detokenizer(self.tokenizer, prompt, sampling.stop)
         source = torch.Generator()
         source.manual_seed(sampling.seed) if sampling.seed is not None else source.seed()
-        cache = DynamicCache(config=self.model.config)
-        ids = torch.tensor([prompt], device=self.model.device)
+        logits = self._decoder.prefill(prompt)
         for number in range(1, sampling.max_tokens + 1):
-            output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-            logits = output.logits[0, -1].float().cpu()
             token = _choose(logits, sampling, source)
             ended = token in self._ends and not sampling.ignore_eos
             piece = "" if ended else text.push(token)
@@ -95,7 +93,7 @@ class Generator:
             yield Step(token, piece, logprob, top, finish)
             if finish:
                 return
-            ids = torch.tensor([[token]], device=self.model.device)
+            logits = self._decoder.step(token)
 
     def _logprobs(
         self, logits: torch.Tensor, token: int, alternatives: int | None
