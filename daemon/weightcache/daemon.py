@@ -35,7 +35,7 @@ from weightcache.registry import Registry
 from weightcache.residency import Residency
 from weightcache.sdnotify import Notifier, listen_fds
 from weightcache.server import BACKLOG, Server
-from weightcache.slo import Objectives
+from weightcache.slo import KEPT_DAYS, Objectives
 from weightcache.telemetry import Telemetry
 
 _TELEMETRY_EVERY_S: Final = 0.2
@@ -192,7 +192,13 @@ async def run(options: argparse.Namespace) -> None:
         registry = Registry(options.capacity)
         forecast = Forecast(registry)
         telemetry = Telemetry(
-            journal, registry, options.metrics, options.spans, objectives=options.slo, forecast=forecast
+            journal,
+            registry,
+            options.metrics,
+            options.spans,
+            objectives=options.slo,
+            forecast=forecast,
+            kept_days=options.journal_days,
         )
         telemetry.start()
         stack.callback(telemetry.close)
@@ -279,6 +285,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="promises that differ from the defaults, as [slo] in readmit.toml",
     )
+    options.add_argument(
+        "--journal-days", type=_days, default=KEPT_DAYS, help=f"how long events stay in the journal (default: {KEPT_DAYS})"
+    )
     options.add_argument("--allow-uid", type=int, action="append", default=[], help="a further uid that may connect")
     options.add_argument("--until-pid", type=int, help="end when this process ends")
     options.add_argument("--log-format", choices=FORMATS, help="of the log (default: $READMIT_LOG_FORMAT, or text)")
@@ -290,6 +299,16 @@ def _objectives(text: str) -> Objectives:
         return Objectives.parse(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = 0.0
+    if days < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days from 1")
+    return days
 
 
 def size(text: str) -> int:

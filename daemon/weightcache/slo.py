@@ -17,6 +17,9 @@ CLOCKS: Final = ("slot", "service")
 BUDGET_WINDOW_S: Final = 90 * 86_400
 """The window of the budgets in whole events."""
 
+KEPT_DAYS: Final = 90.0
+"""How long events stay in the journal: for the whole window of the budgets a report can say what burned them."""
+
 THRESHOLDS_S: Final[Mapping[str, float]] = {
     "standby": 5.0,
     "hit": 60.0,

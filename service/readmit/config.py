@@ -35,7 +35,7 @@ from readmit.gate.settings import GateSettings, SlotSettings
 from weightcache import paths
 from weightcache.errors import ConfigError
 from weightcache.keeper.spec import BACKOFF_S, LIMIT, STOP_S, WINDOW_S, checked_name
-from weightcache.slo import Objectives
+from weightcache.slo import KEPT_DAYS, Objectives
 
 ENV_PREFIX: Final = "READMIT__"
 DEFAULT_FILE: Final = Path("readmit.toml")
@@ -141,9 +141,13 @@ if not TYPE_CHECKING:
 
 
 class Telemetry(Section):
-    """``[telemetry]``: where spans go, and how all processes log; ``READMIT_LOG_FORMAT`` says it if this does not."""
+    """``[telemetry]``: where spans go, and how all processes log; ``READMIT_LOG_FORMAT`` says it if this does not.
+
+    ``journal_days`` is how long events stay in the journal. Counters do not depend on it.
+    """
 
     spans: Path | None = None
+    journal_days: Annotated[float, Field(ge=1)] = KEPT_DAYS
     log_format: LogFormat | None = None
 
 

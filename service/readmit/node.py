@@ -19,6 +19,7 @@ from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec, keeper_comman
 from weightcache.keeper.state import check_paths, check_unowned, read, spec_path
 from weightcache.log_line import VARIABLE, chosen
 from weightcache.process import Process
+from weightcache.slo import KEPT_DAYS
 
 GATE_STOP_S: Final = GateSettings.drain_notice_s + GateSettings.drain_limit_s + STOP_S
 """How long a gate may take to end: it serves on until load balancers know, then lets requests finish."""
@@ -105,6 +106,8 @@ def _daemon_command(config: Config) -> tuple[str, ...]:
         options += ["--capacity", str(config.cache.capacity)]
     if config.telemetry.spans is not None:
         options += ["--spans", str(config.telemetry.spans)]
+    if config.telemetry.journal_days != KEPT_DAYS:
+        options += ["--journal-days", str(config.telemetry.journal_days)]
     if config.slo:
         options += ["--slo", json.dumps(config.slo)]
     for uid in config.cache.allow_uid:
