@@ -36,6 +36,7 @@ class Residents:
     leases = 0
     generations: dict[str, Any] = {}  # noqa: RUF012 - read only
     claims: tuple[()] = ()
+    refused: dict[str, int] = {}  # noqa: RUF012 - read only
 
 
 def past(episodes: int) -> Iterator[Row]:

@@ -83,9 +83,6 @@ class Availability:
         """The outage that lasts, if any."""
         self.takeovers = 0
         """How often a slot was lost while another one was ready."""
-        self.boot: str | None = None
-        self.seen_ns = 0
-        """The time of the latest event."""
         self._objectives = objectives or Objectives()
 
     def feed(self, event: Event, replay: Replay, change: Change) -> Outage | None:
@@ -96,19 +93,18 @@ class Availability:
             replay: the replay that was fed with it.
             change: what that returned.
         """
-        ended = self._boot(event.boot_id)
+        ended = self._stop_all(change.lost_ns) if change.lost_ns is not None else None
         at_ns = replay.clock.place(event)
-        self.seen_ns = max(self.seen_ns, at_ns)
         if (closed := change.closed) is not None:
             if closed.outcome == "ready":
                 ended = self._enter(closed.slot, "ready", closed.end_ns()) or ended
             else:
                 ended = self._enter(closed.slot, "unready", closed.end_ns(), self._grace_ns(closed, replay)) or ended
         if (opened := change.opened) is not None:
-            if self.slots.get(opened.slot, _NEVER).state == "ready":
+            if self._was_ready(opened):
                 self.takeovers += any(it.state == "ready" for name, it in self.slots.items() if name != opened.slot)
             ended = self._enter(opened.slot, "unready", opened.fault_ns, self._grace_ns(opened, replay)) or ended
-        elif event.slot in self.slots and self.slots[event.slot].state == "ready" and _is_engine_exit(event):
+        elif event.slot in self.slots and self._lost_engine(event, replay.boot, at_ns):
             # On purpose, unless an episode opens for it; that comes next, and counts from the same moment.
             ended = self._enter(event.slot, "stopped", at_ns) or ended
         elif event.kind == "lookup" and event.slot is not None:
@@ -117,14 +113,24 @@ class Availability:
                 ended = self._enter(event.slot, "unready", at_ns, self._grace_ns(episode, replay)) or ended
         return ended
 
-    def _boot(self, boot: str) -> Outage | None:
+    def _stop_all(self, lost_ns: int) -> Outage | None:
         """No engine outlives its boot: until an episode says otherwise, what was ready has stopped."""
         ended = None
-        if self.boot not in (None, boot):
-            for name in [name for name, slot in self.slots.items() if slot.state == "ready"]:
-                ended = self._enter(name, "stopped", self.seen_ns) or ended
-        self.boot = boot
+        for name in [name for name, slot in self.slots.items() if slot.state == "ready"]:
+            ended = self._enter(name, "stopped", lost_ns) or ended
         return ended
+
+    def _lost_engine(self, event: Event, boot: str | None, at_ns: int) -> bool:
+        """Whether an event is the end of the engine that made its slot ready; that of an earlier one may come late."""
+        is_exit = event.kind == "process" and event.name == "exited" and event.attributes.get("process") == "engine"
+        readiness = self.slots[event.slot or ""]
+        return is_exit and readiness.state == "ready" and event.boot_id == boot and at_ns >= readiness.since_ns
+
+    def _was_ready(self, opened: Episode) -> bool:
+        """Whether a recovery's fault ended readiness; a crash is told of as the engine's exit first."""
+        readiness = self.slots.get(opened.slot, _NEVER)
+        stopped_by_it = readiness.state == "stopped" and readiness.ready_ns > 0 and readiness.since_ns >= opened.fault_ns
+        return readiness.state == "ready" or stopped_by_it
 
     def _grace_ns(self, episode: Episode, replay: Replay) -> int:
         """Until when a recovery burns nothing."""
@@ -149,7 +155,3 @@ class Availability:
 
 
 _NEVER = Readiness()
-
-
-def _is_engine_exit(event: Event) -> bool:
-    return event.kind == "process" and event.name == "exited" and event.attributes.get("process") == "engine"

@@ -18,7 +18,8 @@ class Clock:
     """Learns the boots from the events it places."""
 
     def __init__(self) -> None:
-        self._offsets: dict[str, int] = {}
+        self.boots: dict[str, int] = {}
+        """By boot id, in the order of being heard of: the nanoseconds of Unix time at which it began."""
         self._step = 0
 
     def place(self, event: Event) -> int:
@@ -27,12 +28,12 @@ class Clock:
 
     def place_boottime(self, event: Event, at_ns: int) -> int:
         """The time of a boottime in the boot that an event comes from."""
-        return at_ns + self._offsets.setdefault(event.boot_id, event.wall_ns - event.boottime_ns)
+        return at_ns + self.boots.setdefault(event.boot_id, event.wall_ns - event.boottime_ns)
 
     def now(self) -> int:
         """The present."""
         boottime = boottime_ns()
-        offset = self._offsets.get(boot_id())
+        offset = self.boots.get(boot_id())
         return time.time_ns() if offset is None else boottime + offset
 
     def to_wall(self, at_ns: int) -> int:

@@ -304,6 +304,8 @@ class Change(NamedTuple):
 
     opened: Episode | None = None
     closed: Episode | None = None
+    lost_ns: int | None = None
+    """When the boot before was last heard of, if this event is the first of a new one: nothing outlived that."""
 
 
 class Replay:
@@ -318,15 +320,18 @@ class Replay:
     def __init__(self, keep: int | None = None) -> None:
         self.clock = Clock()
         self.slots: dict[str, Slot] = {}
+        self.boot: str | None = None
+        """The present boot."""
         self.position = 0
         """The id of the latest event fed."""
         self.seen_ns = 0
         """The time of the latest event."""
         self.started = 0
         self.closed = 0
+        self.pending: dict[str, list[Event]] = {}
+        """Events of episodes whose opening has not come yet."""
         self._keep = keep
         self._episodes: dict[str, Episode] = {}
-        self._pending: dict[str, list[Event]] = {}
 
     @property
     def episodes(self) -> list[Episode]:
@@ -340,6 +345,10 @@ class Replay:
     def episode(self, id_: str) -> Episode | None:
         """The remembered episode with this id."""
         return self._episodes.get(id_)
+
+    def remember(self, episodes: Iterable[Episode]) -> None:
+        """Take up episodes that a snapshot tells of."""
+        self._episodes.update((episode.id, episode) for episode in episodes)
 
     def catch_up(self, journal: Journal) -> int:
         """Feed what a journal has beyond `position`; returns the number of events.
@@ -357,15 +366,16 @@ class Replay:
     def feed(self, event: Event) -> Change:
         """Take in one event; returns the episode that it opened, and the one that it closed."""
         self.position = max(self.position, event.id)
+        change = Change(lost_ns=self._enter_boot(event))
         at_ns = self.clock.place(event)
         self.seen_ns = max(self.seen_ns, at_ns)
-        change = Change()
         if event.slot is not None:
             slot = self.slots.setdefault(event.slot, Slot(event.slot))
             if event.kind == "slot_state" and at_ns >= slot.state_ns:
                 slot.state, slot.state_ns = event.name, at_ns
             if event.kind == "episode_open" and event.episode is not None and event.episode not in self._episodes:
-                change = self._open(slot, event, event.episode, at_ns)
+                opened, closed = self._open(slot, event, event.episode, at_ns)
+                change = change._replace(opened=opened, closed=closed)
         if event.episode is None:
             return change
         episode = self._episodes.get(event.episode)
@@ -380,7 +390,28 @@ class Replay:
             return change._replace(closed=self._close(episode, event.name, at_ns))
         return change
 
-    def _open(self, slot: Slot, event: Event, id_: str, at_ns: int) -> Change:
+    def _enter_boot(self, event: Event) -> int | None:
+        """Whether a boot begins with an event: if so, when the one before was last heard of. No engine outlives it.
+
+        Events of an earlier boot may come late, from spools; even the first that is heard of a boot may. A machine that
+        woke up with a wrong clock is told from that by what starts there.
+        """
+        if event.boot_id == self.boot or (self.boot is not None and event.boot_id in self.clock.boots):
+            return None
+        is_start = event.kind == "process" and event.name in ("started", "readopted")
+        before, lost_ns = self.boot, self.seen_ns
+        if before is not None and not is_start and self.clock.place(event) < lost_ns:
+            return None
+        self.boot = event.boot_id
+        if before is None:
+            return None
+        for episode in self.open_episodes:
+            for attempt in episode.attempts:
+                if attempt.outcome is None:
+                    attempt.outcome, attempt.ended_ns = "crashed", max(lost_ns, attempt.started_ns or 0)
+        return lost_ns
+
+    def _open(self, slot: Slot, event: Event, id_: str, at_ns: int) -> tuple[Episode, Episode | None]:
         facts = event.attributes
         fault_ns = at_ns
         if (boottime := facts.get("fault_boottime_ns")) is not None:
@@ -395,9 +426,9 @@ class Replay:
         episode = Episode(id_, event.node, slot.name, cause, fault_ns, clock, facts.get("previous"))
         self.started += 1
         self._episodes[id_] = slot.episode = episode
-        for early in self._pending.pop(id_, ()):
+        for early in self.pending.pop(id_, ()):
             episode._feed(early, self.clock.place(early))
-        return Change(episode, closed)
+        return episode, closed
 
     def _close(self, episode: Episode, outcome: str, at_ns: int) -> Episode:
         episode._close(outcome, at_ns)
@@ -405,7 +436,7 @@ class Replay:
         slot = self.slots[episode.slot]
         if slot.episode is episode:
             slot.episode = None
-        # A takeover has no engine of its own: whose engine serves is told by the episode before.
+        # A takeover has no engine of its own: whose engine serves is told by the one before.
         if episode.path != "standby":
             slot.last = episode
         self._forget()
@@ -419,10 +450,9 @@ class Replay:
             del self._episodes[id_]
 
     def _wait(self, event: Event, id_: str) -> None:
-        """Keep an event of an episode whose opening has not come yet."""
-        self._pending.setdefault(id_, []).append(event)
-        if len(self._pending) > _PENDING_EPISODES:
-            del self._pending[next(iter(self._pending))]
+        self.pending.setdefault(id_, []).append(event)
+        if len(self.pending) > _PENDING_EPISODES:
+            del self.pending[next(iter(self.pending))]
 
 
 def _current(intervals: Iterable[Interval]) -> Interval | None:

@@ -74,6 +74,11 @@ class Forecast:
             self.asked = {**self.asked, event.slot: asked}
             self.learned += 1
 
+    def recall(self, asked: dict[str, dict[int, Fields]]) -> None:
+        """Go on from what a snapshot tells."""
+        self.asked = asked
+        self.learned += 1
+
     async def keep(self) -> None:
         """Keep the verdicts up to date, until cancelled."""
         looked, learned, there = -EVERY_S, -1, None

@@ -55,6 +55,31 @@ class Recollection:
             case "lease_close", _:
                 self.leases.pop(str(facts.get("lease")), None)
 
+    def state(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "quarantined": self.quarantined,
+            "leases": {name: list(context) for name, context in self.leases.items()},
+            "residences": [
+                [it.generation, it.config.to_dict(), it.boot_id, it.lost] for it in self.residences.values()
+            ],
+            "identities": self._identities,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        self.quarantined |= state["quarantined"]
+        self.leases |= {name: Context(*context) for name, context in state["leases"].items()}
+        self._identities |= state["identities"]
+        for generation, config, boot_id, lost in state["residences"]:
+            with contextlib.suppress(msgspec.ValidationError):  # as in `_published`
+                known = CacheConfig.from_dict(config)
+                self.residences[known.key()] = Residence(generation, known, boot_id, lost)
+
     def _published(self, generation: str, facts: dict[str, Any], boot_id: str) -> None:
         try:
             config = CacheConfig.from_dict(facts["config"])
@@ -76,12 +101,17 @@ class Recollection:
 
 def recall(journal: Journal) -> Recollection:
     """Read it from the journal. One that cannot be read tells nothing: weights are served without it."""
-    recollection = Recollection()
+    recollection, position = Recollection(), 0
     kinds = "('publish', 'release', 'quarantine', 'lease_open', 'lease_close')"
     try:
         with contextlib.suppress(sqlite3.OperationalError, OSError):  # busy: what waits in spools waits on
             journal.merge_spools()
-        for event in journal.query(f"WHERE kind IN {kinds} ORDER BY id"):
+        for snapshot in filter(None, map(journal.snapshot, ("base", "latest"))):
+            kept = Recollection()
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # telemetry says so
+                kept.restore(snapshot.state["recollection"])
+                recollection, position = kept, snapshot.position
+        for event in journal.query(f"WHERE id > ? AND kind IN {kinds} ORDER BY id", position):
             recollection.feed(event)
     except (sqlite3.Error, ConfigError) as error:
         _log.error("quarantines and losses of the past are unknown, because the journal cannot be read: %s", error)

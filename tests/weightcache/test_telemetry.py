@@ -24,7 +24,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def residents(**facts):
-    empty = {"capacity": None, "resident_bytes": 0, "leases": 0, "generations": {}, "claims": []}
+    empty = {"capacity": None, "resident_bytes": 0, "leases": 0, "generations": {}, "claims": [], "refused": {}}
     return SimpleNamespace(**{**empty, **facts})
 
 
@@ -238,7 +238,7 @@ def test_resident_memory_stays_small(journal):
         from pathlib import Path
         from weightcache.journal import Journal
         from weightcache.telemetry import Telemetry
-        residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[])
+        residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
         telemetry = Telemetry(Journal(Path(sys.argv[1]), checkpoints=True), residents, "127.0.0.1:0", environ={})
         telemetry.start()
         telemetry.step()

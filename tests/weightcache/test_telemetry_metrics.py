@@ -24,7 +24,7 @@ class Books:
     """Replay, accounts and collector, fed by stories."""
 
     def __init__(self, now=None, objectives=None, verdicts=None, **residents):
-        empty = {"capacity": None, "resident_bytes": 0, "leases": 0, "generations": {}, "claims": []}
+        empty = {"capacity": None, "resident_bytes": 0, "leases": 0, "generations": {}, "claims": [], "refused": {}}
         objectives = objectives or Objectives()
         self.replay, self.accounts, self.health = Replay(keep=16), Accounts(objectives), Health()
         residents = SimpleNamespace(**{**empty, **residents})
@@ -120,7 +120,7 @@ def test_few_series_for_two_slots_and_no_more_after_a_thousand_recoveries():
         books.tell(miss(100 + number % 7, f"{number:032x}", "ab"[number % 2], **facts))
     assert len(books.samples()) == before
     assert len(books.replay.episodes) <= 16
-    assert len(books.accounts.worst["miss"]._recoveries) < 10
+    assert len(books.accounts.worst["miss"].recoveries) < 10
     assert books("readmit_cold_starts_total", reason="fingerprint", detail="") == 1000, "a detail off the list is none"
 
 
@@ -128,7 +128,9 @@ def test_every_metric_moves():
     """A metric that no story can move tells nobody anything."""
     generations = {"g1": SimpleNamespace(quarantined=None), "g2": SimpleNamespace(quarantined="wrong answers")}
     verdicts = {"a": Verdict(True), "b": Verdict(False, "absent")}
-    books = Books(capacity=9, resident_bytes=5, leases=2, generations=generations, claims=["one"], verdicts=verdicts)
+    refused: dict[str, int] = {}
+    facts = {"generations": generations, "claims": ["one"], "refused": refused}
+    books = Books(capacity=9, resident_bytes=5, leases=2, verdicts=verdicts, **facts)
     unmoved = set(books.tell().samples().items())
     samples = set(books.tell(Story(episode="7" * 32).open(0), now=5).samples().items())  # nothing is ready
     books.tell(recovery(), miss(30, "2" * 32, slot="b"), miss(700, "3" * 32, "b", "abandoned", at=40))
@@ -144,6 +146,7 @@ def test_every_metric_moves():
     open_ = Story(episode="5" * 32).open(810).say(811, "attempt_start", attempt=1).phase("import", 811)
     books.tell(story, unverified, open_, now=900)
     books.health.degraded, books.health.spool_bytes, books.health.lost, books.health.salvages = True, 5, 1, 1
+    refused["protocol"] = 1
     books.health.sinks.append("file")
     books.health.exported["file"], books.health.dropped["file"] = 3, 1
     samples |= set(books.samples().items())

@@ -20,7 +20,7 @@ from weightcache.telemetry import Telemetry
 from weightcache.telemetry.otlp_json import encode
 from weightcache.telemetry.spans import attempt_id, root_id, spans_of
 
-RESIDENTS = SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[])
+RESIDENTS = SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
 
 
 def episodes(*stories):
@@ -193,7 +193,7 @@ class TestCollector:
             from weightcache.journal import Journal
             from weightcache.telemetry import Telemetry
             from tests.fixtures.story import recovery
-            residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[])
+            residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
             journal = Journal(Path(sys.argv[1]), checkpoints=True)
             telemetry = Telemetry(journal, residents)
             telemetry.step()

@@ -7,9 +7,9 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from weightcache.errors import ConfigError
 from weightcache.journal.boot import boot_id, boottime_ns
@@ -17,6 +17,9 @@ from weightcache.journal.context import Context
 from weightcache.journal.database import BUSY_LIMIT_S, INSERT, SELECT, Event, Row, connect
 from weightcache.journal.spool import Spool
 from weightcache.vocabulary import EVENT_KINDS
+
+if TYPE_CHECKING:
+    from weightcache.journal.snapshots import Snapshot
 
 _LEFT_ALONE_S: Final = 1.0
 """How long a database that was busy is left alone: a recovery must not wait `BUSY_LIMIT_S` once for every event."""
@@ -147,18 +150,6 @@ class Journal:
             rows = self._connect().execute(f"{SELECT} {clause}", parameters).fetchall()
         return [Event.from_row(row) for row in rows]
 
-    def tally(self, kind: str, until: int) -> dict[str, int]:
-        """How many events of a kind bear each name, of those with an id of ``until`` or less.
-
-        Raises:
-            ConfigError, sqlite3.Error: as `query`.
-        """
-        if self.path is None or not self.path.exists():
-            return {}
-        count = "SELECT name, count(*) FROM events WHERE kind = ? AND id <= ? GROUP BY name"
-        with self._guard():
-            return dict(self._connect().execute(count, (kind, until)).fetchall())
-
     def last_id(self) -> int:
         """The highest id that an event ever had, 0 in a new journal. Cheap enough to poll."""
         if self.path is None or not self.path.exists():
@@ -166,6 +157,49 @@ class Journal:
         with self._guard():
             row = self._connect().execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
         return int(row[0]) if row else 0
+
+    def first_id(self) -> int:
+        """The lowest id that an event has, 0 where there is none."""
+        first = self.query("ORDER BY id LIMIT 1")
+        return first[0].id if first else 0
+
+    def snapshot(self, name: str) -> "Snapshot | None":
+        """What was kept under a name, None where nothing was that can be trusted.
+
+        Raises:
+            ConfigError, sqlite3.Error: as `query`.
+        """
+        if self.path is None or not self.path.exists():
+            return None
+        from weightcache.journal import snapshots
+
+        with self._guard():
+            return snapshots.read(self._connect(), name)
+
+    def keep_snapshot(self, name: str, snapshot: "Snapshot") -> None:
+        """Keep what events added up to, in the one process that does so.
+
+        Raises:
+            ConfigError, sqlite3.Error: the database takes nothing now.
+        """
+        from weightcache.journal import snapshots
+
+        if self.path is not None:
+            with self._guard():
+                snapshots.write(self._connect(), name, snapshot)
+
+    def prune(self, until: int, before_wall_ns: int, **stays: Collection[str]) -> int:
+        """Delete old events, in the one process that does so; see `weightcache.journal.pruning.prune`.
+
+        Raises:
+            ConfigError, sqlite3.Error: the database takes nothing now.
+        """
+        from weightcache.journal import pruning
+
+        if self.path is None:
+            return 0
+        with self._guard():
+            return pruning.prune(self._connect(), until, before_wall_ns, **stays)
 
     def merge_spools(self) -> int:
         """Move what processes spooled into the database; returns the number of events moved.
@@ -236,7 +270,12 @@ class Journal:
             self.spooled += 1
         except OSError as error:
             if self.lost == 0:
-                print(f"readmit: the journal {self.path} takes no events, nor does its spool: {error}", file=sys.stderr)
+                print(
+                    f"readmit: the journal {self.path} takes no events, nor does its spool: {error}. Recoveries go on "
+                    "without being told. Make room there and the folder writable for this user, or name another "
+                    "journal in READMIT_JOURNAL",
+                    file=sys.stderr,
+                )
             self.lost += 1
 
     def _guard(self) -> threading.Lock:

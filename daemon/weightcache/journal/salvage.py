@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from weightcache.journal import snapshots
 from weightcache.journal.database import INSERT_WITH_ID, SELECT, connect
 
 _ID_GAP: Final = 1_000
@@ -40,6 +41,7 @@ def salvage(path: Path, floor: int = 0) -> Path:
         target.execute("DELETE FROM sqlite_sequence WHERE name = 'events'")
         target.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('events', ?)", (last + _ID_GAP,))
         target.execute("COMMIT")
+        _copy_snapshots(path, target)
     finally:
         target.close()
     os.link(path, aside)
@@ -48,6 +50,14 @@ def salvage(path: Path, floor: int = 0) -> Path:
             os.rename(f"{path}{suffix}", f"{aside}{suffix}")
     os.replace(copy, path)
     return aside
+
+
+def _copy_snapshots(path: Path, target: sqlite3.Connection) -> None:
+    source = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+    try:
+        snapshots.copy(source, target)
+    finally:
+        source.close()
 
 
 def _readable_rows(path: Path) -> Iterator[tuple[Any, ...]]:

@@ -193,7 +193,8 @@ class Accounts:
         self.availability = Availability(objectives)
         self.gpu_time = GpuTime()
         self.rent = Rent()
-        self._last_exit: dict[str, tuple[str, object]] = {}
+        self.last_exit: dict[str, tuple[str, object]] = {}
+        """By role, boot and pid of the process that ended last."""
 
     def collect(self) -> Iterator[Metric]:
         """Every family."""
@@ -209,7 +210,7 @@ class Accounts:
             replay: the replay that was fed with it.
             change: what that returned.
         """
-        self.rent.feed(event, replay.clock.place(event))
+        self.rent.feed(event, replay, change)
         if change.opened is not None:
             self.started.step(change.opened.cause)
         if change.closed is not None:
@@ -241,9 +242,9 @@ class Accounts:
         process = event.attributes.get("process")
         member = process if process in PROCESSES else "other"
         ended = (event.boot_id, event.attributes.get("pid"))
-        if self._last_exit.get(member) != ended:  # both a daemon and its keeper say that it ended
+        if self.last_exit.get(member) != ended:  # both a daemon and its keeper say that it ended
             self.process_exits.step(member)
-        self._last_exit[member] = ended
+        self.last_exit[member] = ended
 
     def _close(self, episode: Episode, replay: Replay) -> None:
         assert episode.outcome is not None

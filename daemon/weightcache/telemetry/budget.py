@@ -14,18 +14,18 @@ class Budget:
     """Counts by class in a sliding window. An hour leaves as a whole, so there are at most 2,161 of them."""
 
     def __init__(self) -> None:
-        self._hours: deque[tuple[int, list[int]]] = deque()
+        self.hours: deque[tuple[int, list[int]]] = deque()
 
     def add(self, closed_ns: int, class_: str) -> None:
         """Take in a recovery. One that closed before the latest one is counted with it."""
         hour = closed_ns // _HOUR_NS
-        if not self._hours or self._hours[-1][0] < hour:
-            self._hours.append((hour, [0] * len(CLASSES)))
-        self._hours[-1][1][CLASSES.index(class_)] += 1
+        if not self.hours or self.hours[-1][0] < hour:
+            self.hours.append((hour, [0] * len(CLASSES)))
+        self.hours[-1][1][CLASSES.index(class_)] += 1
 
     def counts(self, now_ns: int) -> dict[str, int]:
         """How many of each class closed in the last `BUDGET_WINDOW_S`, and those of the hour in which it begins."""
         oldest = (now_ns - BUDGET_WINDOW_S * 1_000_000_000) // _HOUR_NS
-        while self._hours and self._hours[0][0] < oldest:
-            self._hours.popleft()
-        return {class_: sum(counts[place] for _, counts in self._hours) for place, class_ in enumerate(CLASSES)}
+        while self.hours and self.hours[0][0] < oldest:
+            self.hours.popleft()
+        return {class_: sum(counts[place] for _, counts in self.hours) for place, class_ in enumerate(CLASSES)}

@@ -1,10 +1,11 @@
-"""What the daemon runs: it feeds new events to the accounts, and closed episodes to the sinks of spans."""
+"""What the daemon runs: it feeds new events to the books, and closed episodes to the sinks of spans."""
 
 import contextlib
 import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,10 +18,12 @@ from weightcache.errors import ConfigError
 from weightcache.forecast import Forecast
 from weightcache.journal import Event, Journal
 from weightcache.journal.database import is_damage
-from weightcache.slo import Objectives
-from weightcache.telemetry.accounts import Accounts
+from weightcache.journal.pruning import PROBES_KEPT_S
+from weightcache.slo import KEPT_DAYS, Objectives
+from weightcache.telemetry.books import REMEMBERED_EPISODES, Books
 from weightcache.telemetry.health import Health
 from weightcache.telemetry.metrics import Collector, Residents
+from weightcache.telemetry.shown import Shown
 
 if TYPE_CHECKING:
     from weightcache.telemetry.exporter import Sink
@@ -29,8 +32,13 @@ log = logging.getLogger(__name__)
 
 _BATCH: Final = 500
 """Events fed at a time: a scrape waits for no more."""
-_REMEMBERED_EPISODES: Final = 16
-"""Closed episodes kept for events that come late and for links between traces."""
+_SNAPSHOT_EVENTS: Final = 1_000
+"""A daemon that starts replays no more events than that, which takes a twentieth of a second."""
+_PRUNED_EVENTS: Final = 2_000
+_PRUNE_EVERY_S: Final = 3_600.0
+_FIRST_PRUNE_S: Final = 60.0
+_PRUNE_ON_S: Final = 5.0
+"""The pause while more is to be pruned: it is work for one core, and nobody waits for it."""
 
 
 class Telemetry:
@@ -43,6 +51,7 @@ class Telemetry:
         spans_path: the file of spans, by default ``spans.jsonl`` beside the journal.
         objectives: what is promised.
         forecast: whether the next start of each slot would hit; it learns from the events.
+        kept_days: how long events stay in the journal.
         environ: may name an OTLP collector.
     """
 
@@ -55,6 +64,7 @@ class Telemetry:
         *,
         objectives: Objectives | None = None,
         forecast: Forecast | None = None,
+        kept_days: float = KEPT_DAYS,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._journal = journal.bound()
@@ -62,12 +72,15 @@ class Telemetry:
         self._address = metrics_address
         self._spans_path = spans_path or (journal.path.with_name("spans.jsonl") if journal.path else None)
         self._environ = environ
+        self._kept_s = kept_days * 86_400
         self._health = Health()
-        self._replay = Replay(keep=_REMEMBERED_EPISODES)
+        self._objectives = objectives or Objectives()
         self._forecast = forecast
-        objectives = objectives or Objectives()
-        self._accounts = Accounts(objectives)
-        self._collector = Collector(self._replay, self._accounts, residents, self._health, objectives, forecast)
+        self._books = Books(self._objectives, forecast)
+        self._shown = Shown(journal.path.with_name(journal.path.name + ".shown") if journal.path else None)
+        self._collector = Collector(
+            self._books.replay, self._books.accounts, residents, self._health, self._objectives, forecast, self._shown
+        )
         self.registry = CollectorRegistry()
         self.registry.register(self._collector)
         ProcessCollector(registry=self.registry)
@@ -75,6 +88,8 @@ class Telemetry:
         self._sinks: list[Sink] | None = None
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._complaint = ""
+        self._snapshot_position = 0
+        self._prune_at = time.monotonic() + _FIRST_PRUNE_S
 
     @property
     def port(self) -> int | None:
@@ -106,7 +121,7 @@ class Telemetry:
         with self._stepping:
             complaint = self._try_to_advance()
         if complaint and complaint != self._complaint:
-            log.warning("the journal cannot be read: %s", complaint)
+            log.warning("the journal %s cannot be read or kept: %s", self._journal.path, complaint)
         self._complaint = complaint
         health = self._health
         health.spool_bytes, health.lost = self._journal.spool_bytes(), self._writer.lost
@@ -115,6 +130,12 @@ class Telemetry:
     def close(self) -> None:
         """Take in the last events, hand over what can be handed over in 2 s, and stop serving."""
         self.step()
+        if self._collector.caught_up.is_set():
+            with (
+                self._stepping,
+                contextlib.suppress(sqlite3.Error, ConfigError, OSError),
+            ):  # the next start replays more
+                self._take_snapshot()
         for sink in self._sinks or ():
             sink.close()
         if self._server is not None:
@@ -146,49 +167,131 @@ class Telemetry:
         with contextlib.suppress(sqlite3.OperationalError):  # busy: the spools wait, and their size says so
             self._journal.merge_spools()
         last = self._journal.last_id()
-        if last < self._replay.position:
-            self._replay.position = 0  # another journal is in its place
         if self._sinks is None and self._spans_path is not None:
             # Not at the top: importing OpenTelemetry takes as long as a daemon's restart may in all.
             from weightcache.telemetry.exporter import sinks
 
             self._sinks = sinks(self._spans_path, last, self._health, self._environ)
         if not self._collector.caught_up.is_set():
-            self._catch_up(last)
-        while events := self._journal.events(self._replay.position, limit=_BATCH):
-            self._feed(events)
-        self._journal.checkpoint()
-
-    def _catch_up(self, last: int) -> None:
-        """Replay the past. Probes, of which there are by far the most, are only counted, and by SQLite."""
-        for result, count in self._journal.tally("probe", last).items():
-            self._accounts.probes.step(result, by=count)
-        past = "WHERE id > ? AND id <= ? AND kind != 'probe' ORDER BY id LIMIT ?"
-        while events := self._journal.query(past, self._replay.position, last, _BATCH):
-            self._feed(events)
-        self._replay.position = last
+            self._resume(last)
+        elif last < self._books.replay.position:
+            self._books.replay.position = 0  # another journal is in its place
+        self._feed_from_journal()
         self._collector.caught_up.set()
+        self._journal.checkpoint()
+        with contextlib.suppress(sqlite3.OperationalError):  # busy, or no room: another time
+            if self._books.replay.position >= self._snapshot_position + _SNAPSHOT_EVENTS:
+                self._take_snapshot()
+            if time.monotonic() >= self._prune_at:
+                self._prune()
 
-    def _feed(self, events: list[Event]) -> None:
-        closed: list[tuple[int, Episode]] = []
-        with self._collector.lock:
+    def _resume(self, last: int) -> None:
+        """Go on from the latest snapshot, else from what is known of pruned events, else from the first event."""
+        books = self._restored("latest", self._forecast) or self._restored("base", self._forecast)
+        self._books = books or Books(self._objectives, self._forecast)
+        self._snapshot_position = self._books.replay.position
+        self._collector.show(self._books.replay, self._books.accounts)
+        self._shown.load(last)
+        self._export_missed()
+
+    def _restored(self, name: str, forecast: Forecast | None = None) -> Books | None:
+        snapshot = self._journal.snapshot(name)
+        if snapshot is None:
+            return None
+        books = Books(self._objectives, forecast)
+        try:
+            books.restore(snapshot)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            log.error("the journal's snapshot %r is not used, because it does not fit: %r", name, error)
+            return None
+        return books
+
+    def _feed_from_journal(self) -> None:
+        while events := self._journal.events(self._books.replay.position, limit=_BATCH):
+            closed: list[tuple[int, Episode]] = []
+            with self._collector.lock:
+                for event in events:
+                    change = self._books.feed(event)
+                    if change.closed is not None:
+                        closed.append((event.id, change.closed))
+            for position, episode in closed:
+                self._export(position, episode, self._books.replay)
+
+    def _export(self, position: int, episode: Episode, replay: Replay) -> None:
+        behind = [sink for sink in self._sinks or () if sink.position < position]
+        if behind:
+            from weightcache.telemetry.spans import spans_of
+
+            spans = spans_of(episode, replay.episode(episode.previous or ""))
+            for sink in behind:
+                sink.export(position, spans)
+
+    def _export_missed(self) -> None:
+        """Give sinks the episodes that they had not taken when the snapshot was."""
+        until = self._books.replay.position
+        behind = min((sink.position for sink in self._sinks or ()), default=until)
+        missed: list[Event] = (
+            self._journal.query(
+                "WHERE kind = 'episode_open' AND episode IN "
+                "(SELECT episode FROM events WHERE kind = 'episode_close' AND id > ? AND id <= ?) ORDER BY id LIMIT 1",
+                *(behind, until),
+            )
+            if behind < until
+            else []
+        )
+        if not missed:
+            return
+        replay = Replay(keep=REMEMBERED_EPISODES)
+        replay.position = missed[0].id - 1
+        while events := self._journal.query(
+            "WHERE id > ? AND id <= ? ORDER BY id LIMIT ?", replay.position, until, _BATCH
+        ):
             for event in events:
-                change = self._replay.feed(event)
-                self._accounts.feed(event, self._replay, change)
-                if self._forecast is not None:
-                    self._forecast.learn(event)
-                if change.closed is not None:
-                    closed.append((event.id, change.closed))
-        for position, episode in closed:
-            behind = [sink for sink in self._sinks or () if sink.position < position]
-            if behind:
-                from weightcache.telemetry.spans import spans_of
+                closed = replay.feed(event).closed
+                if closed is not None:
+                    self._export(event.id, closed, replay)
 
-                spans = spans_of(episode, self._replay.episode(episode.previous or ""))
-                for sink in behind:
-                    sink.export(position, spans)
+    def _take_snapshot(self) -> None:
+        with self._collector.lock:
+            snapshot = self._books.snapshot()
+        self._journal.keep_snapshot("latest", snapshot)
+        self._snapshot_position = snapshot.position
+
+    def _prune(self) -> None:
+        """Let the base take in some events of more than a week ago, and delete what is not needed beyond that.
+
+        The base is replayed from the events themselves, not taken from what runs: what goes was counted twice.
+        """
+        now_ns = time.time_ns()
+        recent_ns = now_ns - PROBES_KEPT_S * 1_000_000_000
+        base = self._restored("base")
+        if base is None:
+            base = Books(self._objectives)
+            if self._journal.first_id() > 1:  # what told of pruned events is lost; what runs still knows
+                base.restore(self._books.snapshot())
+        # A wall clock that was wrong must not keep everything that came after.
+        events = self._journal.events(base.replay.position, limit=_PRUNED_EVENTS)
+        old = next((n for n, event in enumerate(events) if recent_ns <= event.wall_ns <= now_ns), len(events))
+        for event in events[:old]:
+            base.feed(event)
+        if old:
+            self._journal.keep_snapshot("base", base.snapshot())
+        slots = base.replay.slots.values()
+        self._journal.prune(
+            base.replay.position,
+            now_ns - round(self._kept_s * 1e9),
+            open_episodes={slot.episode.id for slot in slots if slot.episode},
+            last_episodes={slot.last.id for slot in slots if slot.last},
+            slots=[slot.name for slot in slots],
+        )
+        self._prune_at = time.monotonic() + (_PRUNE_ON_S if old == _PRUNED_EVENTS else _PRUNE_EVERY_S)
 
     def _salvage(self, error: sqlite3.Error) -> None:
-        aside = self._journal.salvage(self._replay.position)
+        aside = self._journal.salvage(self._books.replay.position)
         self._health.salvages += 1
         log.error("the journal is damaged (%s); it is kept as %s, and what could be read of it goes on", error, aside)
+        if self._collector.caught_up.is_set():  # what was lost is counted here, and nowhere else
+            with self._collector.lock:
+                snapshot = self._books.snapshot()
+            for name in ("latest", "base"):
+                self._journal.keep_snapshot(name, snapshot)

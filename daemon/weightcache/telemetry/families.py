@@ -8,7 +8,7 @@ import bisect
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily
 
@@ -51,6 +51,18 @@ class Counter:
         if trace:
             self._exemplars[member] = Exemplar({"trace_id": trace.id}, by, trace.at_s)
 
+    def state(self) -> dict[str, Any]:
+        """What was counted, as plain data."""
+        exemplars = [[member, list(exemplar)] for member, exemplar in self._exemplars.items()]
+        return {"values": list(self.values.items()), "exemplars": exemplars}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Count on from a `state`. A member that is not on the closed lists any more is not exported any more."""
+        found = {tuple(member): value for member, value in state["values"]}
+        self.values |= {member: value for member, value in found.items() if member in self.values}
+        exemplars = {tuple(member): Exemplar(*exemplar) for member, exemplar in state["exemplars"]}
+        self._exemplars |= {member: it for member, it in exemplars.items() if member in self.values}
+
     def collect(self) -> CounterMetricFamily:
         family = CounterMetricFamily(self.name, self.text, labels=self.labels)
         for member, value in self.values.items():
@@ -90,6 +102,26 @@ class Histogram:
         self._sums[member] += value
         if trace:
             self._exemplars[member, bucket] = Exemplar({"trace_id": trace.id}, value, trace.at_s)
+
+    def state(self) -> dict[str, Any]:
+        """What was observed, as plain data."""
+        exemplars = [[member, list(exemplar)] for (member, _), exemplar in self._exemplars.items()]
+        counted = {"counts": list(self._counts.items()), "sums": list(self._sums.items())}
+        return {"bounds": self.bounds, **counted, "exemplars": exemplars}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`. What was counted below a bound that is gone counts below the next higher one."""
+        places = [bisect.bisect_left(self.bounds, bound) for bound in state["bounds"]] + [len(self.bounds)]
+        for member, counts in state["counts"]:
+            if (mine := self._counts.get(tuple(member))) is not None:
+                for place, count in zip(places, counts, strict=True):
+                    mine[place] += count
+        sums = {tuple(member): value for member, value in state["sums"]}
+        self._sums |= {member: value for member, value in sums.items() if member in self._sums}
+        for member, (labels, value, at_s) in state["exemplars"]:
+            if tuple(member) in self._counts:
+                place = bisect.bisect_left(self.bounds, value)
+                self._exemplars[tuple(member), place] = Exemplar(labels, value, at_s)
 
     def collect(self) -> HistogramMetricFamily:
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)

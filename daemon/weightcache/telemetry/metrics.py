@@ -14,12 +14,15 @@ from weightcache.slo import CLOCKS, Objectives
 from weightcache.telemetry.accounts import Accounts
 from weightcache.telemetry.budget import CLASSES
 from weightcache.telemetry.health import Health
+from weightcache.telemetry.shown import Shown
 from weightcache.telemetry.worst import WINDOWS_S
 from weightcache.version import VERSION
 from weightcache.vocabulary import PATHS, PHASES, UNATTRIBUTED
 
 FAILURE_PATHS: Final = ("miss", "partial")
 """The paths of the failure tail: the cache could not be used."""
+REFUSALS: Final = ("peer_refused", "protocol", "protocol_version", "timeout", "other")
+"""Why the daemon ends a connection: whose it is, what it says, or that it says nothing (or there are too many)."""
 _PATIENCE_S: Final = 8.0
 """How long a scrape waits for the first replay; Prometheus gives up after 10 s unless told otherwise."""
 
@@ -44,6 +47,8 @@ class Residents(Protocol):
     def generations(self) -> Mapping[str, Resident]: ...
     @property
     def claims(self) -> Sized: ...
+    @property
+    def refused(self) -> Mapping[str, int]: ...
 
 
 class Outlook(Protocol):
@@ -72,6 +77,7 @@ class Collector:
         health: how telemetry itself is doing.
         objectives: what is promised.
         forecast: whether the next start of each slot would hit.
+        shown: what scrapes have shown before.
 
     ``lock`` guards replay and accounts; until ``caught_up`` is set they do not tell the whole past, and a scrape waits.
     """
@@ -84,6 +90,7 @@ class Collector:
         health: Health,
         objectives: Objectives,
         forecast: Foresight | None = None,
+        shown: Shown | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.caught_up = threading.Event()
@@ -93,7 +100,12 @@ class Collector:
         self._health = health
         self._objectives = objectives
         self._forecast = forecast
-        self._highest: dict[tuple[str, str], float] = {}
+        self._shown = shown or Shown()
+
+    def show(self, replay: Replay, accounts: Accounts) -> None:
+        """Show other books from now on."""
+        with self.lock:
+            self._replay, self._accounts = replay, accounts
 
     def collect(self) -> Iterable[Metric]:
         """Every family, at one moment.
@@ -105,7 +117,7 @@ class Collector:
             raise TimeoutError("the journal is still being replayed; scrape again")
         with self.lock:
             now = self._replay.clock.now()
-            return [
+            families = [
                 *self._accounts.collect(),
                 *self._cache(now),
                 *self._recoveries(now),
@@ -113,6 +125,8 @@ class Collector:
                 *self._promises(),
                 *self._telemetry(),
             ]
+            self._shown.save(self._replay.position)
+            return families
 
     def _cache(self, now: int) -> Iterator[Metric]:
         residents = self._residents
@@ -143,6 +157,7 @@ class Collector:
             "GPU time that a hot standby of every engine on resident weights would have held.",
             self._rising("rent", "standby", standby),
         )
+        yield self._refusals()
         next_start = GaugeMetricFamily(
             "weightcache_next_start_would_hit",
             "1 if the slot's engine, started now, would map resident weights; if 0, reason says why not.",
@@ -151,6 +166,17 @@ class Collector:
         for slot, verdict in (self._forecast.verdicts if self._forecast else {}).items():
             next_start.add_metric([slot, verdict.reason], verdict.would_hit)
         yield next_start
+
+    def _refusals(self) -> Metric:
+        family = CounterMetricFamily(
+            "weightcache_connections_refused_total", "Connections that the daemon ended, by reason.", labels=["reason"]
+        )
+        counted = dict.fromkeys(REFUSALS, 0)
+        for reason, count in self._residents.refused.items():
+            counted[reason if reason in counted else "other"] += count
+        for reason, count in counted.items():
+            family.add_metric([reason], self._shown.carried(f"refused|{reason}", count))
+        return family
 
     def _recoveries(self, now: int) -> Iterator[Metric]:
         open_episodes = self._replay.open_episodes
@@ -314,15 +340,22 @@ class Collector:
             "The latest event.",
             self._wall_s(self._replay.seen_ns) if self._replay.seen_ns else 0,
         )
+        carried = self._shown.carried
         yield _counter(
-            "readmit_journal_lost_events_total", "Events of the daemon that nothing would take.", health.lost
+            "readmit_journal_lost_events_total",
+            "Events of the daemon that nothing would take.",
+            carried("lost", health.lost),
         )
-        yield _counter("readmit_journal_salvages_total", "Damaged journals that were set aside.", health.salvages)
+        yield _counter(
+            "readmit_journal_salvages_total",
+            "Damaged journals that were set aside.",
+            carried("salvages", health.salvages),
+        )
         exported = CounterMetricFamily("readmit_spans_exported_total", "Spans handed over.", labels=["sink"])
         dropped = CounterMetricFamily("readmit_spans_dropped_total", "Spans nobody would take.", labels=["sink"])
         for sink in health.sinks:
-            exported.add_metric([sink], health.exported[sink])
-            dropped.add_metric([sink], health.dropped[sink])
+            exported.add_metric([sink], carried(f"exported|{sink}", health.exported[sink]))
+            dropped.add_metric([sink], carried(f"dropped|{sink}", health.dropped[sink]))
         yield exported
         yield dropped
         labels = {"version": VERSION, "schema": str(SCHEMA_VERSION), "python": platform.python_version()}
@@ -339,8 +372,7 @@ class Collector:
 
     def _rising(self, what: str, slot: str, value: float) -> float:
         """A counter of running time: an end that is dated back must not take back what was shown."""
-        self._highest[what, slot] = value = max(value, self._highest.get((what, slot), 0.0))
-        return value
+        return self._shown.rising(f"{what}|{slot}", value)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

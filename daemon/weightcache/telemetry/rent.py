@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightcache.episodes import Change, Replay
 from weightcache.journal import Event
 
 
@@ -28,19 +29,17 @@ class Rent:
         self.standby_gpu_ns = 0
         """GPU time that a hot standby of every engine would have held beside it."""
         self.since_ns = 0
-        self.seen_ns = 0
-        """The time of the latest event."""
-        self.boot: str | None = None
 
-    def feed(self, event: Event, at_ns: int) -> None:
-        """Take in an event."""
-        if self.boot not in (None, event.boot_id):
-            self.settle(self.seen_ns)
+    def feed(self, event: Event, replay: Replay, change: Change) -> None:
+        """Take in an event after the replay did."""
+        if change.lost_ns is not None:
+            self.settle(change.lost_ns)
             self.held.clear()  # memory does not outlive its boot; after its last sign of life nothing is known of it
-        self.boot = event.boot_id
-        self.seen_ns = max(self.seen_ns, at_ns)
         if event.kind not in ("publish", "release", "lease_open", "lease_close", "process"):
             return
+        if event.boot_id != replay.boot:
+            return  # late news of a boot whose memory is gone
+        at_ns = replay.clock.place(event)
         self.settle(at_ns)
         facts = event.attributes
         name = str(facts.get("generation"))

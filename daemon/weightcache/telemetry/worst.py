@@ -15,17 +15,17 @@ class Worst:
     """
 
     def __init__(self) -> None:
-        self._recoveries: deque[tuple[int, float]] = deque()
+        self.recoveries: deque[tuple[int, float]] = deque()
 
     def add(self, closed_ns: int, seconds: float) -> None:
         """Take in a recovery."""
-        while self._recoveries and self._recoveries[-1][1] <= seconds:
-            self._recoveries.pop()
-        self._recoveries.append((closed_ns, seconds))
+        while self.recoveries and self.recoveries[-1][1] <= seconds:
+            self.recoveries.pop()
+        self.recoveries.append((closed_ns, seconds))
 
     def within(self, window_s: float, now_ns: int) -> float:
         """The duration in seconds of the worst recovery that closed in the last ``window_s``; 0 without any."""
         longest = max(WINDOWS_S.values())
-        while self._recoveries and self._recoveries[0][0] < now_ns - longest * 1e9:
-            self._recoveries.popleft()
-        return next((seconds for closed_ns, seconds in self._recoveries if closed_ns >= now_ns - window_s * 1e9), 0.0)
+        while self.recoveries and self.recoveries[0][0] < now_ns - longest * 1e9:
+            self.recoveries.popleft()
+        return next((seconds for closed_ns, seconds in self.recoveries if closed_ns >= now_ns - window_s * 1e9), 0.0)

@@ -1,0 +1,70 @@
+"""Pruning: which events of the past may go once a snapshot tells what they came to.
+
+Whole episodes go, or nothing of them: a reader of what is left finds no end without a beginning. What a keeper, a gate
+or an engine looks up when it starts stays, however old it is: of each slot the latest recovery, what is open, and the
+latest event of some kinds; of the node what was published, released and put into quarantine.
+"""
+
+import sqlite3
+from collections.abc import Collection
+from typing import Final
+
+PROBES_KEPT_S: Final = 7 * 86_400
+"""Probes are nearly all of a journal (one every ten seconds and slot) and only ever counted: they go after a week."""
+
+_ALWAYS_KEPT: Final = ("publish", "release", "quarantine", "override")
+_LATEST_KEPT: Final = ("slot_state", "process", "lookup", "episode_open", "attempt_start")
+_AT_ONCE: Final = 500
+"""Events deleted in one transaction: a writer that waits for it waits for a few milliseconds."""
+
+
+def prune(
+    connection: sqlite3.Connection,
+    until: int,
+    before_wall_ns: int,
+    *,
+    open_episodes: Collection[str],
+    last_episodes: Collection[str],
+    slots: Collection[str],
+) -> int:
+    """Delete events that are not needed any more; returns how many went.
+
+    Args:
+        connection: to the journal.
+        until: the id up to which a snapshot tells what the events came to.
+        before_wall_ns: what is older than that goes; of probes everything up to ``until``.
+        open_episodes: these stay.
+        last_episodes: these stay as well, but for probes.
+        slots: the names of all slots.
+
+    Raises:
+        sqlite3.Error: the database takes nothing now. What went is gone for good, the rest goes another time.
+    """
+    latest = {
+        id_
+        for slot in slots
+        for kind in _LATEST_KEPT
+        for (id_,) in connection.execute("SELECT max(id) FROM events WHERE slot = ? AND kind = ?", (slot, kind))
+    }
+    clause = "SELECT id, kind, wall_ns, episode FROM events WHERE id <= ? ORDER BY id"
+    rows = connection.execute(clause, (until,)).fetchall()
+    stays = {episode for _, kind, wall_ns, episode in rows if kind != "probe" and wall_ns >= before_wall_ns}
+    stays = (stays | {*last_episodes}) - {None}  # what belongs to no episode goes by its own age
+    gone = [
+        id_
+        for id_, kind, wall_ns, episode in rows
+        if episode not in open_episodes
+        and id_ not in latest
+        and (kind == "probe" or (kind not in _ALWAYS_KEPT and wall_ns < before_wall_ns and episode not in stays))
+    ]
+    for first in range(0, len(gone), _AT_ONCE):
+        batch = [(id_,) for id_ in gone[first : first + _AT_ONCE]]
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.executemany("DELETE FROM events WHERE id = ?", batch)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+    return len(gone)
