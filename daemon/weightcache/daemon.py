@@ -286,7 +286,10 @@ def parser() -> argparse.ArgumentParser:
         help="promises that differ from the defaults, as [slo] in readmit.toml",
     )
     options.add_argument(
-        "--journal-days", type=_days, default=KEPT_DAYS, help=f"how long events stay in the journal (default: {KEPT_DAYS})"
+        "--journal-days",
+        type=_days,
+        default=KEPT_DAYS,
+        help=f"how long events stay in the journal (default: {KEPT_DAYS})",
     )
     options.add_argument("--allow-uid", type=int, action="append", default=[], help="a further uid that may connect")
     options.add_argument("--until-pid", type=int, help="end when this process ends")
