@@ -53,31 +53,14 @@ def store_in_fp8(model: Any, block: Block, skipped: SkipList) -> None:
             continue
         if type(module) is nn.Linear:
             model.set_submodule(name, BlockFP8Linear(module, block))
-        elif name.endswith(".experts") and not list(module.children()):
-            model.set_submodule(name, _experts(module, model.config.get_text_config(), block))
 
 
-def _experts(plain: nn.Module, config: Any, block: Block) -> nn.Module:
-    """Experts that are one tensor for all of them, laid out as transformers lays out FP8 ones."""
-    from transformers.integrations.finegrained_fp8 import FP8Experts  # imports a compiler, which takes seconds
-
-    class BlockFP8Experts(FP8Experts):
-        def linear(
-            self,
-            input: torch.Tensor,  # noqa: A002 - its name there
-            weight: torch.Tensor,
-            weight_scale_inv: torch.Tensor,
-            activation_scale: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            return functional.linear(input, dequantize(weight, weight_scale_inv, block, input.dtype))
-
-    with torch.device("meta"):
-        return BlockFP8Experts(
-            config=getattr(plain, "config", config),
-            block_size=block,
-            has_bias=getattr(plain, "has_bias", False),
-            has_gate=getattr(plain, "has_gate", True),
-        )
+def has_fused_experts(model: Any) -> bool:
+    """Whether a model holds experts in one tensor for all of them, for which there is no layer here."""
+    return any(
+        name.endswith(".experts") and any(it.dim() == 3 for it in module.parameters(recurse=False))
+        for name, module in model.named_modules()
+    )
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -84,8 +84,7 @@ def from_pretrained(
     folder = path if isinstance(path, Folder) else Folder.open(path)
     place = _device(device)
     with journal.phase("load_weights.skeleton"):
-        model = skeleton(folder, dtype, tp_size, tp_rank)
-    form = Form.of(folder, tp_size, tp_rank)
+        model, form = _skeleton(folder, dtype, tp_size, tp_rank)
     digest = None
     if mode != "off":
         with journal.phase("load_weights.match"):
@@ -111,7 +110,7 @@ def from_pretrained(
         socket=socket,
         journal=journal,
         device=place.index if place.type == "cuda" else None,
-        barred=_barred(folder),
+        barred=_barred(form),
         **options,
     )
     if os.path.exists(folder.locate("generation_config.json")):
@@ -162,10 +161,9 @@ def _capability(device: torch.device) -> str | None:
     return f"sm_{major}{minor}"
 
 
-def _barred(folder: Folder) -> UnsupportedQuantForIPCError | None:
-    quantization = quantization_of(folder)
+def _barred(form: Form) -> UnsupportedQuantForIPCError | None:
     try:
-        quantization.check_allowed()
+        form.quantization.check_allowed()
     except UnsupportedQuantForIPCError as refused:
         return refused
     return None
@@ -177,11 +175,16 @@ def skeleton(folder: Folder, dtype: torch.dtype | str | None = None, tp_size: in
     Raises:
         ConfigError: ``architecture`` or ``dtype``; ``tp_rank`` or ``shard_...`` where the model cannot be cut so.
     """
-    form = Form.of(folder, tp_size, tp_rank)
+    return _skeleton(folder, dtype, tp_size, tp_rank)[0]
+
+
+def _skeleton(folder: Folder, dtype: torch.dtype | str | None, tp_size: int, tp_rank: int) -> tuple[Any, Form]:
+    wanted = Form.of(folder, tp_size, tp_rank)
     config = import_architecture(folder)
     model = build(folder, config, _dtype(dtype or config.dtype or torch.float32))
+    form = wanted.fitting(model)
     form.give(model)
-    return model
+    return model, form
 
 
 def _dtype(wanted: torch.dtype | str) -> torch.dtype:

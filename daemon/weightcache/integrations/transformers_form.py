@@ -13,8 +13,8 @@ from weightcache.binding import walk
 from weightcache.checkpoint import DTYPES, Checkpoint, Folder, TensorInfo
 from weightcache.checkpoint.refusal import refusal
 from weightcache.errors import ConfigError
-from weightcache.integrations.block_fp8 import store_in_fp8
-from weightcache.quantization import Quantization
+from weightcache.integrations.block_fp8 import has_fused_experts, store_in_fp8
+from weightcache.quantization import Quantization, Verdict
 from weightcache.quantization import of as quantization_of
 from weightcache.sharding import Plan, Target, plan_shards, plan_tensors
 
@@ -47,16 +47,25 @@ class Form(NamedTuple):
             raise ConfigError(
                 "tp_rank", "there is no such rank", expected=f"0 to {tp_size - 1} of at least 1", found=tp_rank
             )
-        quantization = quantization_of(folder)
-        if tp_size > 1 and quantization.verdict is not None:
+        return cls(quantization_of(folder), tp_size, tp_rank)._checked()
+
+    def _checked(self) -> "Form":
+        if self.tp_size > 1 and self.quantization.verdict is not None:
             raise ConfigError(
                 "shard_quantization",
-                f"{quantization.verdict.key} decides that these weights cannot be cut",
+                f"{self.quantization.verdict.key} decides that these weights cannot be cut",
                 expected="unquantised or block-wise fp8 weights",
-                found=quantization.method,
+                found=self.quantization.method,
                 remedy="Load this model without tensor parallelism",
             )
-        return cls(quantization, tp_size, tp_rank)
+        return self
+
+    def fitting(self, model: Any) -> "Form":
+        """The form that a model can take: FP8 experts that are one tensor are left to transformers, and not shared."""
+        if self._block is None or not has_fused_experts(model):
+            return self
+        verdict = Verdict("other", "the experts, one tensor for all of them", "experts in block-wise fp8")
+        return Form(self.quantization._replace(verdict=verdict), self.tp_size, self.tp_rank)._checked()
 
     @property
     def is_whole_and_plain(self) -> bool:

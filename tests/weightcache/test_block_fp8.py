@@ -1,0 +1,127 @@
+"""Block-wise FP8 models of transformers: shared as they are stored, and exact (bug log B17, B19, B21)."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.fixtures import checkpoints
+from tests.weightcache.caches import Cache
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from weightcache.block_scale import dequantize
+from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.errors import CheckpointError, UnsupportedQuantForIPCError
+from weightcache.integrations.block_fp8 import BlockFP8Linear
+from weightcache.integrations.transformers import from_pretrained
+from weightcache.vocabulary import MISS_REASONS
+
+FAIL = dict.fromkeys(MISS_REASONS, "fail")
+IDS = torch.arange(12)[None]
+
+
+@pytest.fixture(scope="module")
+def cache() -> Iterator[Cache]:
+    cache = Cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("READMIT_STATE", str(cache.state_dir))
+        patch.setenv("READMIT_JOURNAL", str(cache.journal_path))
+        cache.start()
+        yield cache
+    cache.close()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def dequantised(folder: Path) -> torch.nn.Module:
+    """The model that transformers builds of the same weights once they are dequantised."""
+    tensors = dict(Checkpoint.open(folder).read())
+    plain = {
+        name: dequantize(it, tensors[f"{name}_scale_inv"], checkpoints.BLOCK, torch.bfloat16)
+        if it.dtype == torch.float8_e4m3fn
+        else it
+        for name, it in tensors.items()
+        if not name.endswith("_scale_inv")
+    }
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.load_state_dict(plain)
+    return model
+
+
+def test_a_hit_holds_the_stored_bytes_and_answers_exactly(cache: Cache, tmp_path: Path) -> None:
+    folder = checkpoints.fp8(tmp_path / "t")
+    command = [sys.executable, "-m", "weightcache.integrations.transformers", str(folder)]
+    loaded = subprocess.run(command, env=cache.environment, capture_output=True, text=True, timeout=240, check=False)
+    assert loaded.returncode == 0, loaded.stderr
+    model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, policies=FAIL)
+    assert outcome.path == "hit"
+    parameters = dict(model.named_parameters())
+    stored = dict(Checkpoint.open(folder).read())
+    assert parameters.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert parameters[name].dtype == tensor.dtype
+        assert parameters[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+    assert logits(model).equal(logits(dequantised(folder)))
+    assert outcome.bytes < sum(tensor.numel() * 2 for tensor in stored.values()) * 0.75, "half the bytes of bf16"
+    assert cache.generations()[-1]["config"]["quant_method"] == "fp8"
+
+
+@pytest.mark.parametrize("listed", ["model.layers.0.self_attn", "self_attn", "qkv_proj"])
+def test_what_the_list_leaves_out_stays_plain(cache: Cache, tmp_path: Path, listed: str) -> None:
+    plain = {"self_attn": ("self_attn",), "qkv_proj": ("q_proj", "k_proj", "v_proj")}.get(listed, (f"{listed}.",))
+    quantization = checkpoints.fp8_config(modules_to_not_convert=[listed, "lm_head"])
+    folder = checkpoints.fp8(tmp_path / "t", plain_layers=plain, quantization=quantization)
+    first, outcome = from_pretrained(folder, mode="client", socket=cache.socket)
+    assert outcome.generation is not None, outcome.private_because
+    model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, policies=FAIL)
+    for name, module in model.named_modules():
+        stored = any(part in f"{name}." for part in plain)
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            assert isinstance(module, BlockFP8Linear) != stored, name
+    expected = logits(dequantised(folder))
+    assert logits(first).equal(expected)
+    assert logits(model).equal(expected)
+
+
+def refused(folder: Path, cache: Cache) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        from_pretrained(folder, mode="client", socket=cache.socket)
+    assert caught.value.reason == "quant_conflict"
+    assert str(folder) not in {each["config"]["model_path"] for each in cache.generations()}
+    return caught.value
+
+
+def test_a_kind_of_layer_that_is_plain_everywhere_must_be_listed(cache: Cache, tmp_path: Path) -> None:
+    error = refused(checkpoints.fp8(tmp_path / "t", plain_layers=("o_proj",)), cache)
+    assert "o_proj" in error.data["tensor"]
+
+
+def test_files_in_fp8_under_a_plain_config_are_never_converted_in_silence(cache: Cache, tmp_path: Path) -> None:
+    shards = checkpoints.decoder(quantized=True)
+    error = refused(checkpoints.write(tmp_path / "t", shards, checkpoints.config()), cache)
+    assert "F8_E4M3" in str(error)
+
+
+def test_plain_files_under_an_fp8_config_are_refused(cache: Cache, tmp_path: Path) -> None:
+    refused(checkpoints.plain(tmp_path / "t", quantization_config=checkpoints.fp8_config()), cache)
+
+
+def test_experts_in_one_tensor_are_not_shared(cache: Cache, tmp_path: Path) -> None:
+    folder = checkpoints.plain(
+        tmp_path / "t",
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        num_local_experts=2,
+        quantization_config=checkpoints.fp8_config(),
+    )
+    with pytest.raises(UnsupportedQuantForIPCError, match="experts") as caught:
+        from_pretrained(Folder.open(folder), mode="daemon", socket=cache.socket)
+    assert caught.value.detail == "other"
