@@ -1,0 +1,117 @@
+"""This release beside the one before it: socket, manifest, journal and kept descriptors work both ways."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.compat.releases import LABEL, ROOT, Engine, Installed, engine, has_history, previous, unpack, wait_for
+
+from weightcache import messages
+from weightcache.errors import ConfigError
+from weightcache.keeper.control import ask
+from weightcache.version import VERSION
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(previous(), tmp_path_factory.mktemp("previous"))
+
+
+@pytest.fixture(scope="module")
+def old_engine(old: Path) -> Iterator[Engine]:
+    with engine(old) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def new_engine() -> Iterator[Engine]:
+    with engine(ROOT) as running:
+        yield running
+
+
+def replace_keeper(cache: Installed, before: Path, after: Path) -> None:
+    """Have the keeper be of another release, by its own means where both releases have them."""
+    keeper = cache.processes[-1]
+    if all((tree / "daemon" / "weightcache" / "keeper" / "handover.py").exists() for tree in (before, after)):
+        assert ask(cache.runtime_dir, {"reexec": True}, timeout_s=120)["pid"] == keeper.pid
+        return
+    stored = in_keeping(cache)
+    keeper.kill()
+    keeper.wait()
+    cache.start_keeper()
+    wait_for(lambda: in_keeping(cache) == stored, "the daemon to store everything again")
+
+
+def in_keeping(cache: Installed) -> int:
+    """How many of the daemon's descriptors the keeper has, 0 while there is none."""
+    try:
+        (daemon,) = ask(cache.runtime_dir, {"status": True})["children"]
+    except ConfigError:
+        return 0
+    return int(daemon["stored"])
+
+
+# Without any history there are the recordings alone; with one that ends too soon, this is an error that says so.
+@pytest.mark.parametrize("way", ["upgrade", "rollback"] if has_history() else [])
+def test_a_node_changes_its_release_under_engines_of_both(
+    way: str, old: Path, old_engine: Engine, new_engine: Engine
+) -> None:
+    before, after = (old, ROOT) if way == "upgrade" else (ROOT, old)
+    version = {old: LABEL, ROOT: VERSION}
+    cache = Installed(before)
+    try:
+        cache.start_keeper()
+        assert cache.status()["version"] == version[before]
+
+        def attach(running: Engine, name: str) -> tuple[str, str, str]:
+            slot = "old" if running is old_engine else "new"
+            order = {"name": name, "slot": slot, "socket": cache.socket, "journal": cache.journal_path}
+            told = running(do="attach", **order)
+            return told["path"], told["generation"], told["content"]
+
+        # Each publishes, and the other maps the very bytes.
+        published = {}
+        for publisher, other, name in ((old_engine, new_engine, "x"), (new_engine, old_engine, "yy")):
+            path, *published[name] = attach(publisher, name)
+            assert path == "miss"
+            assert attach(other, name) == ("hit", *published[name])
+        assert cache.leases() == 4
+        cache.ask(messages.Quarantine(generation=published["yy"][0], reason="wrong answers"))
+
+        # The daemon of the other release takes over what this one's stored, with leases and verdicts.
+        cache.install(after)
+        assert cache.replace_daemon() == version[after]
+        names = {generation for generation, _ in published.values()}
+        assert {it["generation"] for it in cache.generations()} == names
+        assert cache.leases() == 4
+        assert {it["quarantined"] for it in cache.generations()} == {None, "wrong answers"}
+        cache.ask(messages.Quarantine(generation=published["yy"][0], reason="lifted", lift=True))
+        for running in (old_engine, new_engine):
+            for name, expected in published.items():
+                assert attach(running, name) == ("hit", *expected)
+
+        wait_for(lambda: in_keeping(cache) == 13, "listener, leases and two generations of two files to be in keeping")
+        replace_keeper(cache, before, after)
+        assert cache.replace_daemon() == version[after]
+        assert {it["generation"] for it in cache.generations()} == names
+        assert cache.leases() == 8
+
+        # And back: what the other release has written is read by this one.
+        cache.install(before)
+        assert cache.replace_daemon() == version[before]
+        assert {it["generation"]: it["quarantined"] for it in cache.generations()} == dict.fromkeys(names)
+        assert cache.leases() == 8
+        contents = sorted(content for _, content in published.values())
+        for running in (old_engine, new_engine):
+            assert sorted(set(running(do="read")["content"])) == contents
+            running(do="let go")
+        wait_for(lambda: cache.leases() == 0, "the leases to end")
+        wait_for(lambda: cache.metric("weightcache_lookups_total", result="hit") == 6, "the journal to be read")
+        for tree in (old, ROOT):
+            read = cache.report(tree)
+            assert (read["started"], read["open"], read["hits"], read["misses"]) == (8, [], 6, 2)
+            assert {it["path"]: it["closed"] for it in read["paths"]} == {"hit": 6, "miss": 2}
+    finally:
+        cache.close()
