@@ -25,7 +25,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from weightcache.attachment import Outcome, Progress
+from weightcache.attachment import Loaded, Outcome, Progress
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
 from weightcache.errors import ConfigError, UnsupportedQuantForIPCError, WeightCacheError
@@ -90,15 +90,22 @@ def from_pretrained(
         with journal.phase("load_weights.match"):
             digest = digest_of(folder).digest  # None for large files that nobody knows: learnt while they are read
 
-    def load(progress: Progress) -> str | None:
+    def load(progress: Progress) -> Loaded:
         checkpoint = Checkpoint.open(folder)
-        loaded, found = load_model(checkpoint, model, form, digest, journal, progress)
+        arena = None
+        if place.type == "cuda" and mode != "off" and tp_size == 1:
+            from weightcache.integrations.transformers_gpu import load_onto
+
+            ordinal = torch.cuda.current_device() if place.index is None else place.index
+            loaded, found, arena = load_onto(checkpoint, model, form, digest, journal, progress, ordinal)
+        else:
+            loaded, found = load_model(checkpoint, model, form, digest, journal, progress)
         if digest is None and mode != "off" and found is not None:
             remember(checkpoint, found)
         loaded.to(place)
         model.__dict__.clear()  # the skeleton becomes what transformers built: its submodules, buffers and attributes
         model.__dict__.update(loaded.__dict__)
-        return found
+        return Loaded(found, arena)
 
     outcome = attach(
         model,

@@ -6,7 +6,7 @@ ties as the architecture wants and computes what is in no file.
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,13 @@ def build(folder: Folder, config: Any, dtype: torch.dtype) -> Any:
 
 
 def load_model(
-    checkpoint: Checkpoint, like: Any, form: Form, digest: str | None, journal: Journal, progress: Progress
+    checkpoint: Checkpoint,
+    like: Any,
+    form: Form,
+    digest: str | None,
+    journal: Journal,
+    progress: Progress,
+    read: Callable[[Progress], dict[str, torch.Tensor]] | None = None,
 ) -> tuple[Any, str | None]:
     """The model from its files, and their digest as far as it is known.
 
@@ -60,6 +66,7 @@ def load_model(
         digest: what the files should hold, if anybody knows.
         journal: where processing is marked.
         progress: told of every tensor.
+        read: reads all tensors in another way, and sets the checkpoint's digest; for a model of one rank alone.
 
     Raises:
         CheckpointError: the files are bad; ``changed`` where they hold something else; ``tensor_missing``,
@@ -69,12 +76,13 @@ def load_model(
     _check_quantization(checkpoint, form)
     form.check(like, checkpoint)
     plan = form.plan(like, checkpoint)
-    tensors = {}
+    tensors = {} if read is None else read(progress)
     done = 0
-    for name, tensor in checkpoint.read() if plan is None else checkpoint.read_parts(plan.parts(form.tp_rank)):
-        tensors[name] = tensor
-        done += checkpoint.tensors[name].nbytes
-        progress(done, checkpoint.total_bytes)
+    if read is None:
+        for name, tensor in checkpoint.read() if plan is None else checkpoint.read_parts(plan.parts(form.tp_rank)):
+            tensors[name] = tensor
+            done += checkpoint.tensors[name].nbytes
+            progress(done, checkpoint.total_bytes)
     found = checkpoint.digest
     if plan is not None and digest is not None:
         found = lookup(checkpoint) or prove(checkpoint)  # parts cannot be hashed: the files must be those that were
