@@ -1,7 +1,8 @@
 """The journal: an append-only event log, written directly by every process that has something to say.
 
-One SQLite file in WAL mode on a local file system holds the events of a node. State is replayed from it, never
-stored. The event that starts a thing is written before the thing starts; a death is closed by whoever survives it.
+One SQLite file in WAL mode on a local file system holds the events of a node. State is replayed from it; snapshots of
+state only shorten that, and tell what pruned events came to. The event that starts a thing is written before the thing
+starts; a death is closed by whoever survives it.
 
 An append waits at most `BUSY_LIMIT_S` for the database and then goes to the process's own spool file beside it, which
 the daemon merges later: telemetry never blocks a recovery. ``synchronous=NORMAL`` survives the death of any process,
@@ -11,7 +12,8 @@ What each kind of event carries (``name``; ``attributes``):
 
 ================  ===================================================================================================
 episode_open      cause; fault_boottime_ns (or fault_wall_ns, for a fault before this boot), fault_clock (``exit``,
-                  ``last_correct_answer``, ``start``, ``command``), previous (episode id or None)
+                  ``last_correct_answer``, ``last_event`` of the boot before, ``start``, ``command``), previous (episode
+                  id or None)
 episode_close     outcome; verified (bool), generation, path (only where the lookups cannot tell: ``standby``)
 attempt_start     empty; command, starting_state
 attempt_end       outcome; exit_code, signal
@@ -27,6 +29,7 @@ process           ``started``, ``spawned``, ``adopted``, ``readopted``, ``exited
                   exit_code, signal
 quarantine        ``set`` or ``lifted``; generation, reason
 override          ``set`` or ``lifted``; reason, ttl_s, user
+clock             ``alive``: the daemon runs. The last event of a boot is its last sign of life
 ================  ===================================================================================================
 
 An episode's id is 32 hexadecimal digits: it is the id of its OpenTelemetry trace as well.

@@ -12,6 +12,8 @@ from typing import Final
 PROBES_KEPT_S: Final = 7 * 86_400
 """Probes are nearly all of a journal (one every ten seconds and slot) and only ever counted: they go after a week."""
 
+_SHORT_LIVED: Final = ("probe", "clock")
+
 _ALWAYS_KEPT: Final = ("publish", "release", "quarantine", "override")
 _LATEST_KEPT: Final = ("slot_state", "process", "lookup", "episode_open", "attempt_start")
 _AT_ONCE: Final = 500
@@ -48,14 +50,14 @@ def prune(
     }
     clause = "SELECT id, kind, wall_ns, episode FROM events WHERE id <= ? ORDER BY id"
     rows = connection.execute(clause, (until,)).fetchall()
-    stays = {episode for _, kind, wall_ns, episode in rows if kind != "probe" and wall_ns >= before_wall_ns}
+    stays = {episode for _, kind, wall_ns, episode in rows if kind not in _SHORT_LIVED and wall_ns >= before_wall_ns}
     stays = (stays | {*last_episodes}) - {None}  # what belongs to no episode goes by its own age
     gone = [
         id_
         for id_, kind, wall_ns, episode in rows
         if episode not in open_episodes
         and id_ not in latest
-        and (kind == "probe" or (kind not in _ALWAYS_KEPT and wall_ns < before_wall_ns and episode not in stays))
+        and (kind in _SHORT_LIVED or (kind not in _ALWAYS_KEPT and wall_ns < before_wall_ns and episode not in stays))
     ]
     for first in range(0, len(gone), _AT_ONCE):
         batch = [(id_,) for id_ in gone[first : first + _AT_ONCE]]

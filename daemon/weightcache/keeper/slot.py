@@ -6,6 +6,7 @@ episode, after correct answers. Standard library only.
 
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,11 +137,16 @@ class Slot:
             if self._opened_boot == boot_id():
                 self._end_attempt("crashed", reason="keeper_lost")
                 return
-            self.abandon("node_reboot")
-        last = self._find("kind = 'process'")
-        # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
-        rebooted = last is not None and last.boot_id != boot_id() and last.name != "exited"
-        self._open("node_reboot" if rebooted else "first_start", boottime_ns(), "start")
+            lost_ns, rebooted = self._end_with_boot(), True
+        else:
+            last = self._find("kind = 'process'")
+            # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
+            rebooted = last is not None and last.boot_id != boot_id() and last.name != "exited"
+            lost_ns = self._boot_lost_ns()
+        if rebooted and lost_ns is not None:
+            self._open("node_reboot", None, "last_event", fault_wall_ns=lost_ns)
+        else:
+            self._open("node_reboot" if rebooted else "first_start", boottime_ns(), "start")
 
     def order(self, cause: str, *, fault_ns: int | None = None, fault_clock: str = "command") -> None:
         """A restart was ordered: open an episode, or give up the attempt of the open one."""
@@ -254,15 +260,34 @@ class Slot:
         self._opened_ns, self._opened_boot = opened.boottime_ns, opened.boot_id
         self._faults, self._over = [], False
 
-    def _open(self, cause: str, fault_ns: int, clock: str, **evidence: Any) -> None:
+    def _end_with_boot(self) -> int | None:
+        """End what an earlier boot left open, as of that boot's last sign of life; returns its Unix time."""
+        lost_ns = self._boot_lost_ns()
+        # By this boot's clock, which then is before 0.
+        at_ns = None if lost_ns is None else lost_ns - (time.time_ns() - boottime_ns())
+        self._end_attempt("crashed", at_ns=at_ns, reason="node_reboot")
+        self._close("abandoned", at_ns=at_ns, reason="node_reboot")
+        return lost_ns
+
+    def _boot_lost_ns(self) -> int | None:
+        """When an earlier boot was last heard of, in Unix time; None where none was."""
+        try:
+            last = self._journal.query("WHERE boot_id != ? ORDER BY id DESC LIMIT 1", boot_id())
+        except sqlite3.Error as error:
+            say(f"the journal cannot be read: {error}")
+            return None
+        return last[0].wall_ns if last else None
+
+    def _open(self, cause: str, fault_ns: int | None, clock: str, **evidence: Any) -> None:
         previous, self.episode, self.attempt = self.episode, new_episode_id(), 0
         self._opened_ns, self._opened_boot = boottime_ns(), boot_id()
         self._faults, self._over = [], False
-        about = {"cause": cause, "fault_boottime_ns": fault_ns, "fault_clock": clock, "previous": previous, **evidence}
+        fault = {} if fault_ns is None else {"fault_boottime_ns": fault_ns}
+        about = {"cause": cause, **fault, "fault_clock": clock, "previous": previous, **evidence}
         self._append("episode_open", cause, about, at_ns=self._opened_ns)
 
-    def _close(self, outcome: str, **about: Any) -> None:
-        self._append("episode_close", outcome, about)
+    def _close(self, outcome: str, *, at_ns: int | None = None, **about: Any) -> None:
+        self._append("episode_close", outcome, about, at_ns=at_ns)
         self._over = True
 
     def _end_attempt(self, outcome: str, *, at_ns: int | None = None, **about: Any) -> bool:

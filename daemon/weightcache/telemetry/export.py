@@ -34,6 +34,8 @@ _BATCH: Final = 500
 """Events fed at a time: a scrape waits for no more."""
 _SNAPSHOT_EVENTS: Final = 1_000
 """A daemon that starts replays no more events than that, which takes a twentieth of a second."""
+_ALIVE_EVERY_S: Final = 60.0
+"""How often the journal is told that this boot lasts: so exactly is known later when it ended."""
 _PRUNED_EVENTS: Final = 2_000
 _PRUNE_EVERY_S: Final = 3_600.0
 _FIRST_PRUNE_S: Final = 60.0
@@ -89,6 +91,7 @@ class Telemetry:
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._complaint = ""
         self._snapshot_position = 0
+        self._alive_at = time.monotonic() + _ALIVE_EVERY_S
         self._prune_at = time.monotonic() + _FIRST_PRUNE_S
 
     @property
@@ -123,6 +126,9 @@ class Telemetry:
         if complaint and complaint != self._complaint:
             log.warning("the journal %s cannot be read or kept: %s", self._journal.path, complaint)
         self._complaint = complaint
+        if time.monotonic() >= self._alive_at:
+            self._alive_at = time.monotonic() + _ALIVE_EVERY_S
+            self._writer.append("clock", "alive")
         health = self._health
         health.spool_bytes, health.lost = self._journal.spool_bytes(), self._writer.lost
         health.degraded = bool(complaint or health.spool_bytes or health.lost)

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import sqlite3
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 
 from weightcache.episodes import Replay
-from weightcache.journal import Context, Journal, boottime_ns
+from weightcache.journal import Context, Event, Journal, boottime_ns
+from weightcache.journal import log as log_module
 from weightcache.keeper import slot as slot_module
 from weightcache.keeper.slot import OomWatch, Slot
 from weightcache.keeper.spec import ChildSpec
@@ -221,6 +224,56 @@ def test_an_episode_does_not_span_a_reboot(place: Place, monkeypatch: pytest.Mon
     place.successor().first_start()
     first, second = place.replay().episodes
     assert (first.outcome, second.previous, second.outcome) == ("abandoned", first.id, None)
+
+
+class TestReboot:
+    """The machine goes down after its last event, and is up again a hundred seconds later."""
+
+    @pytest.fixture
+    def reboot(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Event]:
+        def reboot() -> Event:
+            last = place.journal.events()[-1]
+            began, wall = boottime_ns(), time.time_ns
+            for module in (slot_module, log_module):
+                monkeypatch.setattr(module, "boot_id", lambda: "the next boot")
+                monkeypatch.setattr(module, "boottime_ns", lambda: boottime_ns() - began + 5_000_000_000)
+            monkeypatch.setattr(time, "time_ns", lambda: wall() + 100_000_000_000)
+            return last
+
+        return reboot
+
+    def test_an_engine_that_served_was_lost_with_its_boot(self, place: Place, reboot: Callable[[], Event]) -> None:
+        place.slot.first_start()
+        place.attempt()
+        place.slot.spawned(SimpleNamespace(pid=os.getpid(), start_ticks=1))  # type: ignore[arg-type]
+        place.slot.ready()
+        place.journal.append("clock", "alive")
+        lost = reboot()
+        place.successor().first_start()
+        replay = place.replay()
+        first, second = replay.episodes
+        assert (first.outcome, second.cause, second.domain) == ("ready", "node_reboot", "node")
+        assert (second.fault_clock, second.previous) == ("last_event", first.id)
+        assert second.fault_ns == pytest.approx(replay.clock.place(lost), abs=1e7)
+        assert second.age_s(replay.seen_ns) == pytest.approx(100, abs=30)
+
+    def test_a_recovery_that_was_open_ends_with_its_boot(self, place: Place, reboot: Callable[[], Event]) -> None:
+        place.slot.first_start()
+        place.attempt()
+        place.slot.begin("spawn")
+        lost = reboot()
+        place.successor().first_start()
+        replay = place.replay()
+        first, second = replay.episodes
+        (attempt,) = first.attempts
+        lost_ns = replay.clock.place(lost)
+        assert (first.outcome, attempt.outcome, second.cause) == ("abandoned", "crashed", "node_reboot")
+        assert (first.closed_ns, attempt.ended_ns) == (
+            pytest.approx(lost_ns, abs=1e7),
+            pytest.approx(lost_ns, abs=1e7),
+        )
+        assert second.fault_ns == first.closed_ns, "no time between them, and none twice"
+        assert sum(first.phases_s().values()) == pytest.approx(first.total_s)
 
 
 def test_a_journal_that_cannot_be_read_stops_no_restart(tmp_path: Path) -> None:
