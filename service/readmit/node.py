@@ -1,12 +1,13 @@
 """A node as the keeper is to run it: what goes into its spec, what must be true before it starts."""
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -161,6 +162,38 @@ def become_keeper(spec: KeeperSpec, log_format: str | None = None) -> NoReturn:
     spec.save(file)
     sys.stdout.flush()
     os.execv(sys.executable, keeper_command(file))
+
+
+def renewed_spec(config: Config, running: Iterable[str]) -> KeeperSpec:
+    """What a keeper that runs is to go on with by a configuration that may have changed.
+
+    Args:
+        config: the configuration.
+        running: roles of what it runs; others run elsewhere.
+
+    Raises:
+        ConfigError: ``command_not_found``, ``cwd``, ``path_too_long``.
+    """
+    spec = keeper_spec(config)
+    roles = {*running, "other"}
+    spec = spec._replace(children=tuple(child for child in spec.children if child.role in roles))
+    check_paths(spec.runtime_dir, [child.name for child in spec.children])
+    for child in spec.children:
+        _check_command(child)
+    return spec
+
+
+@contextlib.contextmanager
+def spec_in_place(spec: KeeperSpec) -> Iterator[None]:
+    """Put a spec where a running keeper's is, and its own back if the block fails."""
+    file = spec_path(spec.runtime_dir)
+    before = file.read_bytes()
+    spec.save(file)
+    try:
+        yield
+    except BaseException:
+        file.write_bytes(before)
+        raise
 
 
 def _living(runtime_dir: Path) -> Iterator[str]:

@@ -1,21 +1,25 @@
-"""Every process of a node is replaced under a steady client, in the order that the guide gives."""
+"""``readmit upgrade`` under a steady client: every process of a node is replaced, and then its model."""
 
-import os
-import signal
+import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from tests.readmit.nodes import PATIENCE_S, place, wait_for
-from tests.readmit.test_drill import attaching
-from tests.readmit.test_up import Node
+from tests.fixtures import checkpoints
+from tests.readmit.nodes import PATIENCE_S, free_port, place, wait_for
+from tests.readmit.test_drill import ATTACHING
+from tests.readmit.test_up import ENGINE, Node
 
 from weightcache.journal import Journal
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(900)
 
 
 class Client(threading.Thread):
@@ -47,49 +51,112 @@ class Client(threading.Thread):
         return self.counts
 
 
-pytestmark = pytest.mark.timeout(900)
+class Pair(Node):
+    """A node of two slots whose engines take their weights from the cache, by the identity of a checkpoint."""
+
+    def serve(self, model: str) -> None:
+        """Configure both for a model of this folder."""
+        if not hasattr(self, "gate"):
+            self.configure()
+            self.ports = {"a": self.engine.rpartition(":")[2], "b": str(free_port())}
+            self.head = (self.folder / "readmit.toml").read_text().partition("[[slot]]")[0]
+        folder = self.folder / model
+        if not folder.exists():
+            shard = checkpoints.plain(folder) / checkpoints.SHARDS[0]
+            content = shard.read_bytes()
+            shard.write_bytes(content[:-1] + bytes([content[-1] ^ model.encode()[0]]))
+        slots = [
+            f'[[slot]]\nname = "{name}"\nurl = "http://127.0.0.1:{port}"\nmodel = "{folder}"\n'
+            f"command = {json.dumps([sys.executable, str(ATTACHING), port, 'client', str(folder)])}\n"
+            for name, port in self.ports.items()
+        ]
+        (self.folder / "readmit.toml").write_text(self.head + "".join(slots))
+
+    def replaced(self, before: dict[str, dict[str, Any]]) -> set[str]:
+        """Which of these are other processes now."""
+        return {name for name, child in self.running(*before).items() if child["pid"] != before[name]["pid"]}
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with place(Pair) as here:
+        here.serve("one")
+        here.environment["PYTHONPATH"] = ":".join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
+        yield here
+
+
+def test_a_node_and_then_its_model_are_replaced_under_a_steady_client(pair: Pair) -> None:
+    keeper = pair.start("up")
+    wait_for(pair.ready, "the gate lets traffic in")
+    wait_for(lambda: len(pair.replay().episodes) == 2 and not pair.replay().open_episodes, "both starts are closed")
+    first = pair.running("daemon", "a", "b", "gate")
+    client = Client(pair.gate)
+    client.start()
+    try:
+        done = pair.readmit("upgrade")
+        assert done.returncode == 0, done.stderr
+        assert pair.replaced(first) == {"daemon", "a", "b", "gate"}
+        told = done.stdout.splitlines()
+        assert f"the keeper (pid {keeper.pid}) goes on as release" in told[0]
+        assert "with all 1 generations" in told[1]
+        assert told[3::2] == ["a next: it will map resident weights", "b next: it will map resident weights"]
+        assert all("(hit)" in line and "no GPU-hours" in line for line in told[4::2]), told
+
+        # Another model: it is refused until its weights are resident, and then it is a hit like any other.
+        pair.serve("two")
+        refused = pair.readmit("upgrade", "--only", "keeper", "--only", "engine")
+        assert refused.returncode == 2
+        assert "a would not map resident weights" in refused.stderr
+        assert "a next: miss, " in refused.stdout
+        second = pair.running("daemon", "a", "b", "gate")
+        worker = f"{sys.executable} {ATTACHING} 0 client {pair.folder / 'two'}"
+        loaded = pair.readmit("cache", "load", "--command", worker)
+        assert loaded.returncode == 0, loaded.stderr
+        done = pair.readmit("upgrade", "--only", "keeper", "--only", "engine")
+        assert done.returncode == 0, done.stderr
+        assert pair.replaced(second) == {"a", "b"}
+    finally:
+        counts = client.end()
+    assert set(counts) <= {"right", "told"}, counts
+    assert counts["right"] > 0
+    assert keeper.poll() is None
+    upgrades = [(it.slot, it.path, it.outcome) for it in pair.replay().episodes if it.cause == "upgrade"]
+    assert upgrades == [("a", "hit", "ready"), ("b", "hit", "ready")] * 2
+    published = Journal(pair.state_dir / "journal.sqlite3").query("WHERE kind = 'publish' AND name = 'published'")
+    assert len(published) == 2, "each model's weights were loaded once"
+
+
+def test_a_configuration_that_cannot_be_used_changes_nothing(node: Node) -> None:
+    keeper = node.start("up")
+    node.running("a")
+    before = (node.runtime_dir / "keeper-spec.json").read_bytes()
+    text = (node.folder / "readmit.toml").read_text()
+    (node.folder / "readmit.toml").write_text(text.replace('"python3"', '"python99"'))
+    refused = node.readmit("restart", "keeper")
+    assert refused.returncode == 2
+    assert "there is no program python99" in refused.stderr
+    assert (node.runtime_dir / "keeper-spec.json").read_bytes() == before
+    (node.folder / "readmit.toml").write_text(text.replace(str(ENGINE), f'{ENGINE}", "--more'))
+    taken = node.readmit("restart", "keeper")
+    assert taken.returncode == 0, taken.stderr
+    assert "--more" in (node.runtime_dir / "keeper-spec.json").read_text()
+    assert keeper.poll() is None
+
+
+def test_restarts_that_are_waited_for_say_how_it_went(node: Node) -> None:
+    node.start("up")
+    wait_for(node.ready, "the gate lets traffic in")
+    wait_for(lambda: not node.replay().open_episodes, "the start is closed")
+    done = node.readmit("restart", "a", "--cause", "config_change", "--wait")
+    assert done.returncode == 0, done.stderr
+    assert "a is ready after" in done.stdout
+    done = node.readmit("restart", "daemon", "--wait")
+    assert "daemon is up after" in done.stdout
+    assert "there is no 'z' here" in node.readmit("restart", "z").stderr
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     with place(Node) as here:
         here.configure()
-        here.environment["PYTHONPATH"] = ":".join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
         yield here
-
-
-def test_a_node_is_replaced_piece_by_piece(node: Node) -> None:
-    attaching(node, "client")
-    keeper = node.start("up")
-    wait_for(node.ready, "the gate lets traffic in")
-    first = node.running("daemon", "a", "gate")
-    client = Client(node.gate)
-    client.start()
-    try:
-        os.kill(keeper.pid, signal.SIGKILL)
-        keeper.communicate()
-        node.start("up")
-        assert {name: it["pid"] for name, it in node.running(*first).items()} == {
-            name: it["pid"] for name, it in first.items()
-        }
-        wait_for(lambda: node.children()["daemon"]["stored"] >= 3, "listener, arena and lease are in keeping again")
-        for name in ("daemon", "gate"):
-            assert node.readmit("restart", name).returncode == 0
-            wait_for(lambda name=name: replaced(node, name, first[name]["pid"]), f"another {name} is up")
-        wait_for(node.ready, "the new gate lets traffic in")
-        assert node.children()["a"]["pid"] == first["a"]["pid"]
-        assert node.readmit("restart", "a", "--cause", "upgrade").returncode == 0
-        wait_for(lambda: replaced(node, "a", first["a"]["pid"]) and node.ready(), "the new engine answers")
-        wait_for(lambda: not node.replay().open_episodes, "the recovery is closed")
-    finally:
-        counts = client.end()
-    assert set(counts) <= {"right", "told"}, counts
-    assert counts["right"] > 0
-    assert [(it.cause, it.path) for it in node.replay().episodes] == [("first_start", "miss"), ("upgrade", "hit")]
-    published = Journal(node.state_dir / "journal.sqlite3").query("WHERE kind = 'publish' AND name = 'published'")
-    assert len(published) == 1, "the weights were loaded once"
-
-
-def replaced(node: Node, name: str, pid: int) -> bool:
-    child = node.children().get(name, {})
-    return child.get("state") == "running" and child["pid"] not in (None, pid) and (child["ready"] or name == "a")

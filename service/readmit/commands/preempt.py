@@ -6,15 +6,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from readmit.recovered import Recovered, wait
 from readmit.where import ConfigOption, Where
-from weightcache.episodes import Episode, Replay
 from weightcache.errors import ConfigError
-from weightcache.journal import Context, Journal
 from weightcache.keeper.control import ask
 
 app = typer.Typer()
 
-LIMIT_S: Final = 1800.0
 _LOOK_S: Final = 0.05
 
 
@@ -41,15 +39,17 @@ def command(
     if pause is not None:
         time.sleep(pause)
     if resume or pause is not None:
-        episode = _resume(where, slot)
+        recovered = _resume(where, slot)
+        episode = recovered.episode
         facts |= {
             "episode": episode.id,
             "outcome": episode.outcome,
             "path": episode.path,
             "reason": episode.reason,
-            "resumed_s": round(episode.total_s, 3),
+            "resumed_s": None if episode.is_open else round(episode.total_s, 3),
+            "gpu_hours_lost": recovered.lost,
         }
-        _tell(as_json, f"{slot} is {episode.outcome} again after {episode.total_s:.2f} s ({episode.path})")
+        _tell(as_json, str(recovered))
     if as_json:
         typer.echo(json.dumps(facts))
     raise typer.Exit(0 if facts.get("outcome", "ready") == "ready" else 1)
@@ -66,19 +66,11 @@ def _yield(where: Where, slot: str) -> float:
     return time.monotonic() - began
 
 
-def _resume(where: Where, slot: str) -> Episode:
+def _resume(where: Where, slot: str) -> Recovered:
     """Start the engine again and wait for the end of that recovery."""
     if _child(where, slot)["state"] != "stopped":
         raise _refused(slot, "it has not yielded", "readmit restart restarts an engine that runs")
-    id_ = ask(where.runtime_dir, {"restart": slot, "cause": "preempted"})["episode"]
-    journal, replay = Journal(where.journal, Context.from_environment()), Replay()
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        replay.catch_up(journal)
-        episode = replay.episode(id_)
-        if episode is not None and (not episode.is_open or time.monotonic() > deadline):
-            return episode
-        time.sleep(_LOOK_S)
+    return wait(where, ask(where.runtime_dir, {"restart": slot, "cause": "preempted"})["episode"])
 
 
 def _child(where: Where, slot: str) -> dict[str, Any]:

@@ -1,21 +1,115 @@
 """``readmit restart``: restart a slot on purpose, with its cause on record."""
 
-from typing import Annotated
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 
+from readmit.config import DEFAULT_FILE, load
+from readmit.node import renewed_spec, spec_in_place
+from readmit.recovered import LIMIT_S, wait
 from readmit.where import ConfigOption, Where
+from weightcache.errors import ConfigError
 from weightcache.keeper.control import ask
+from weightcache.keeper.handover import TRIAL_LIMIT_S
+from weightcache.keeper.spec import KeeperSpec
+from weightcache.keeper.state import spec_path
+from weightcache.keeper.succession import REST_LIMIT_S
 
 app = typer.Typer()
+
+KEEPER: Final = "keeper"
+ANSWER_S: Final = 60.0
+"""For the answer itself, on a machine that has much else to do."""
+_LOOK_S: Final = 0.05
 
 
 @app.command("restart")
 def command(
-    slot: Annotated[str, typer.Argument(help="The slot, or daemon or gate.")],
+    slot: Annotated[str, typer.Argument(help="The slot, or daemon, gate or keeper.")],
     cause: Annotated[str, typer.Option(help="Why: upgrade, config_change, preempted, drill, ...")] = "drill",
+    wait_for_it: Annotated[
+        bool, typer.Option("--wait", help="Until it is up: for an engine, until its first correct answer.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Restart a slot's engine, or the daemon, or the gate. A slot that was given up starts anew."""
-    answer = ask(Where.find(config).runtime_dir, {"restart": slot, "cause": cause})
-    typer.echo(f"{slot} is restarting" + (f", episode {answer['episode']}" if answer.get("episode") else ""))
+    """Restart a slot's engine, or the daemon, or the gate. A slot that was given up starts anew.
+
+    The keeper goes on in its process as the release of this command, with everything that it keeps, by the
+    configuration as it is now; what runs does not notice, and starts anew only when it is restarted itself. Where that
+    release cannot run, the old keeper stays and the reason is printed.
+    With --wait, exits 1 when the engine does not come back.
+    """
+    where = Where.find(config)
+    if slot == KEEPER:
+        typer.echo(reexec(where, config))
+        return
+    before = child(where, slot)
+    answer = ask(where.runtime_dir, {"restart": slot, "cause": cause})
+    episode = answer.get("episode")
+    typer.echo(f"{slot} is restarting" + (f", episode {episode}" if episode else ""))
+    if not wait_for_it:
+        return
+    if episode is None:
+        typer.echo(up(where, before))
+        return
+    recovered = wait(where, episode)
+    typer.echo(str(recovered))
+    raise typer.Exit(0 if recovered.ready else 1)
+
+
+def reexec(where: Where, config: Path | None) -> str:
+    """Have the keeper go on as this release, by the configuration as it is now, if there is one; returns what it says.
+
+    Raises:
+        ConfigError: ``no_keeper``; ``keeper_refused``, with why the old one goes on; the configuration cannot be used.
+    """
+    running = {each["role"] for each in ask(where.runtime_dir, {"status": True})["children"]}
+    request = {"reexec": True, "python": sys.executable}
+    with contextlib.ExitStack() as stack:
+        configured = config is not None or DEFAULT_FILE.exists()
+        if configured and not KeeperSpec.load(spec_path(where.runtime_dir)).foreground:  # one of readmit run has none
+            stack.enter_context(spec_in_place(renewed_spec(load(config or DEFAULT_FILE), running)))
+        answer = ask(where.runtime_dir, request, timeout_s=TRIAL_LIMIT_S + REST_LIMIT_S + ANSWER_S)
+    return f"the keeper (pid {answer['pid']}) goes on as release {answer['release']}, before {answer['previous']}"
+
+
+def up(where: Where, before: dict[str, Any]) -> str:
+    """Wait until another process of a child is up; returns what can be said of it.
+
+    Raises:
+        ConfigError: ``not_up``, when that takes longer than `LIMIT_S`.
+    """
+    began = time.monotonic()
+    while time.monotonic() - began < LIMIT_S:
+        now = child(where, before["name"])
+        if now["ready"] and now["pid"] not in (None, before["pid"]):
+            return f"{now['name']} is up after {time.monotonic() - began:.2f} s, pid {now['pid']}"
+        time.sleep(_LOOK_S)
+    raise ConfigError(
+        "not_up",
+        f"{before['name']} is not up within {LIMIT_S:g} s",
+        remedy="readmit logs and readmit status show why",
+    )
+
+
+def child(where: Where, name: str) -> dict[str, Any]:
+    """What the keeper says of one child.
+
+    Raises:
+        ConfigError: ``no_keeper``; ``no_such_child``.
+    """
+    children: list[dict[str, Any]] = ask(where.runtime_dir, {"status": True})["children"]
+    for each in children:
+        if each["name"] == name:
+            return each
+    raise ConfigError(
+        "no_such_child",
+        f"there is no {name!r} here",
+        expected=", ".join(each["name"] for each in children),
+        found=name,
+        remedy="readmit status shows what runs here",
+    )

@@ -1,0 +1,208 @@
+"""``readmit upgrade``: replace a node's processes by the installed release, one after the other, under traffic."""
+
+import getpass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from readmit.commands.restart import child, reexec, up
+from readmit.config import DEFAULT_FILE, load
+from readmit.gate.operator import order
+from readmit.recovered import LIMIT_S, wait
+from readmit.where import ConfigOption, Where
+from weightcache import messages, paths
+from weightcache.checkpoint import Folder
+from weightcache.episodes import Replay
+from weightcache.errors import CheckpointError, ConfigError
+from weightcache.fingerprint import normalize_path
+from weightcache.identity import digest_of
+from weightcache.journal import Context, Journal
+from weightcache.keeper.control import ask
+from weightcache.protocol import Connection
+from weightcache.version import VERSION
+
+app = typer.Typer()
+
+DRAIN_LIMIT_S: Final = 60.0
+"""How long requests of an engine that is to be restarted may take to end."""
+_LOOK_S: Final = 0.1
+
+
+class Part(StrEnum):
+    """What is replaced, in this order."""
+
+    KEEPER = "keeper"
+    DAEMON = "daemon"
+    GATE = "gate"
+    ENGINE = "engine"
+
+
+@app.command("upgrade")
+def command(
+    only: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable. All of them, if absent.")] = None,
+    cold_ok: Annotated[bool, typer.Option("--cold-ok", help="Also engines that would load from disk.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Have everything run as the release that is installed now: keeper, daemon, gate, then engines one by one.
+
+    At each step somebody else holds the weights, and nothing is loaded again. Stops at the first step that does not
+    come out well, and before an engine that would not map resident weights.
+    """
+    where = Where.find(config)
+    node = Node(where, config)
+    parts = [part for part in Part if not only or part in only]
+    for told in node.replace(parts, cold_ok=cold_ok):
+        typer.echo(told)
+
+
+class Node:
+    """A node whose processes are replaced.
+
+    Args:
+        where: its folders.
+        config: its configuration, where it has one.
+    """
+
+    def __init__(self, where: Where, config: Path | None) -> None:
+        self._where = where
+        self._config = config
+        self._socket = paths.socket_path()
+        self._models: dict[str, str] = {}
+        if config is not None or DEFAULT_FILE.exists():
+            node = load(config or DEFAULT_FILE)
+            self._socket = node.socket
+            self._models = {slot.name: slot.model for slot in node.slot if slot.model}
+        self._context = Context(ask(where.runtime_dir, {"status": True})["node"])
+
+    def replace(self, parts: list[Part], *, cold_ok: bool) -> Iterator[str]:
+        """Replace them; says what was done after each step.
+
+        Raises:
+            ConfigError: a step did not come out well; those after it were not begun.
+        """
+        if Part.KEEPER in parts:
+            yield reexec(self._where, self._config)
+        for role in (Part.DAEMON, Part.GATE):
+            if role in parts:
+                for each in self._children(role):
+                    yield self._service(each)
+        if Part.ENGINE in parts:
+            for each in self._children(Part.ENGINE):
+                yield from self._engine(each["name"], cold_ok=cold_ok)
+
+    def _service(self, before: dict[str, Any]) -> str:
+        holds = before["role"] == Part.DAEMON
+        resident = self._resident() if holds else set()
+        ask(self._where.runtime_dir, {"restart": before["name"]})
+        told = up(self._where, before)
+        if holds and (lost := resident - self._resident()):
+            raise _stopped(f"the new daemon has not taken over {', '.join(sorted(lost))}", "readmit logs shows why")
+        return f"{told}, with all {len(resident)} generations" if holds else told
+
+    def _engine(self, slot: str, *, cold_ok: bool) -> Iterator[str]:
+        if child(self._where, slot)["state"] != "running":
+            yield f"{slot} does not run, and is left alone"
+            return
+        self._wait_for_rest()
+        verdict = self._forecast(slot)
+        yield f"{slot} next: {verdict or 'it will map resident weights'}"
+        if verdict and not cold_ok:
+            raise _stopped(
+                f"{slot} would not map resident weights",
+                "Make them resident first (readmit cache load, or prepare), or say --cold-ok",
+            )
+        with self._drained(slot):
+            before = child(self._where, slot)["pid"]
+            episode = ask(self._where.runtime_dir, {"restart": slot, "cause": "upgrade"})["episode"]
+            while child(self._where, slot)["pid"] == before:
+                time.sleep(_LOOK_S)
+        recovered = wait(self._where, episode)
+        yield str(recovered)
+        if not recovered.ready:
+            raise _stopped(f"{slot} did not come back", "readmit report and readmit logs show why")
+
+    @contextmanager
+    def _drained(self, slot: str) -> Iterator[None]:
+        """Send a slot's requests elsewhere for the block, and let those under way end, where another slot is ready."""
+        path, user = f"/api/slots/{slot}/drain", {"user": getpass.getuser()}
+        try:
+            facts = order(self._where.runtime_dir, "POST", path, {**user, "force": False})
+        except ConfigError:  # no gate here, or no other slot: then requests wait, or are told to
+            yield
+            return
+        try:
+            deadline = time.monotonic() + DRAIN_LIMIT_S
+            while facts["in_flight"] and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                slots = order(self._where.runtime_dir, "GET", "/api/status")["slots"]
+                facts = next(it for it in slots if it["slot"] == slot)
+            yield
+        finally:
+            order(self._where.runtime_dir, "DELETE", path, user)
+
+    def _forecast(self, slot: str) -> str | None:
+        """Why a slot's next start would not map resident weights, None if it would.
+
+        By what its last one asked for, with the model that is configured now, as its files are now.
+        """
+        known = self._replay().slots.get(slot)
+        lookups = known.attempt.lookups if known and known.attempt else []
+        asked = {it.rank: it.attributes["config"] for it in lookups if it.result != "off"}
+        if not asked:
+            return "it has not asked for resident weights before"
+        for rank in sorted(asked):
+            facts = self._ask(messages.Explain(config=_as_it_is_now(asked[rank], self._models.get(slot))))
+            if not facts["would_hit"]:
+                return f"miss, {facts['reason']}: {facts['message']}"
+        return None
+
+    def _wait_for_rest(self) -> None:
+        """Wait until no slot is recovering: two that start at once would be one outage."""
+        deadline = time.monotonic() + LIMIT_S
+        while open_ := self._replay().open_episodes:
+            if time.monotonic() > deadline:
+                raise _stopped(f"slot {open_[0].slot} is still recovering", "readmit status shows what it does")
+            time.sleep(_LOOK_S)
+
+    def _replay(self) -> Replay:
+        replay = Replay()
+        replay.catch_up(Journal(self._where.journal, self._context))
+        return replay
+
+    def _children(self, role: Part) -> list[dict[str, Any]]:
+        return [it for it in ask(self._where.runtime_dir, {"status": True})["children"] if it["role"] == role]
+
+    def _resident(self) -> set[str]:
+        return {it["generation"] for it in self._ask(messages.Status())["generations"]}
+
+    def _ask(self, request: messages.Request) -> dict[str, Any]:
+        connection = Connection(self._socket, messages.Hello(version=VERSION, node=self._context.node))
+        try:
+            reply, _ = connection.ask(request, messages.Done)
+        finally:
+            connection.close()
+        return reply.data
+
+
+def _as_it_is_now(asked: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """What was asked for, with the identity of the model's files as they are.
+
+    Raises:
+        CheckpointError: another model is configured now, whose files cannot be seen from here.
+    """
+    path = model or str(asked["model_path"])
+    try:
+        return {**asked, "model_path": path, "checkpoint_digest": digest_of(Folder.open(path)).digest}
+    except CheckpointError:
+        if normalize_path(path) != normalize_path(str(asked["model_path"])):
+            raise
+        return asked
+
+
+def _stopped(problem: str, remedy: str) -> ConfigError:
+    return ConfigError("upgrade", f"the upgrade stops here: {problem}", remedy=remedy)

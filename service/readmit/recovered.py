@@ -1,0 +1,63 @@
+"""Waiting for a recovery that was ordered, and what it cost."""
+
+import time
+from typing import Final, NamedTuple
+
+from readmit.where import Where
+from weightcache.episodes import Episode, Replay
+from weightcache.journal import Context, Journal
+from weightcache.telemetry.gpus import GpuTime
+
+LIMIT_S: Final = 1800.0
+"""Three times the slowest published cold start."""
+_LOOK_S: Final = 0.05
+
+
+class Recovered(NamedTuple):
+    """A recovery that has ended (or was waited for in vain, and is open), in GPU-hours.
+
+    ``gpus`` is 0 on a CPU. ``saved`` is against the mean cold start of these weights here from the same starting state,
+    None where none was measured.
+    """
+
+    episode: Episode
+    gpus: int
+    lost: float
+    saved: float | None
+
+    @property
+    def ready(self) -> bool:
+        return self.episode.outcome == "ready"
+
+    def __str__(self) -> str:
+        """For people: one line, the account included."""
+        it = self.episode
+        if it.is_open:
+            return f"{it.slot} has not answered correctly within {LIMIT_S:g} s"
+        why = f"{it.path}, {it.reason}" if it.reason else it.path
+        said = f"{it.slot} is {it.outcome} after {it.total_s:.2f} s ({why})"
+        if not self.gpus:
+            return f"{said}; on the CPU, so no GPU-hours"
+        than = ": nothing to compare with" if self.saved is None else f", {self.saved:.4f} saved against a cold start"
+        return f"{said}; {self.gpus} GPU{'s' * (self.gpus > 1)} waited, {self.lost:.4f} GPU-hours{than}"
+
+
+def wait(where: Where, episode_id: str) -> Recovered:
+    """Wait until an episode has ended, at most `LIMIT_S`."""
+    journal, replay, time_of = Journal(where.journal, Context.from_environment()), Replay(), GpuTime()
+    accounted: set[str] = set()
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        replay.catch_up(journal)
+        for episode in replay.episodes:
+            if episode.is_open or episode.id in accounted:
+                continue
+            accounted.add(episode.id)
+            cost = time_of.close(episode)
+            if episode.id == episode_id:
+                saved = None if cost.saved is None else cost.saved / 3600
+                return Recovered(episode, time_of.gpus.get(episode.slot, 0), cost.lost / 3600, saved)
+        found = replay.episode(episode_id)
+        if found is not None and time.monotonic() > deadline:
+            return Recovered(found, 0, 0.0, None)
+        time.sleep(_LOOK_S)
