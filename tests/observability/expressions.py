@@ -49,6 +49,16 @@ def queries() -> Iterator[Query]:
                 yield Query(uid, panel["title"], target["refId"], target["expr"], target["instant"])
 
 
+def variables() -> Iterator[tuple[str, str, str, str]]:
+    """Of every variable that Prometheus is asked for: dashboard, name, metric and label."""
+    for uid, board in DASHBOARDS.items():
+        for variable in board["templating"]["list"]:
+            if match := re.fullmatch(
+                r"label_values\((.*), (\w+)\)", variable["query"]["query"] if variable["type"] == "query" else ""
+            ):
+                yield uid, variable["name"], plain(match[1]), match[2]
+
+
 def plain(expr: str, *, span: str = "30d", job: str = ".+", instance: str = ".+", slot: str = ".+") -> str:
     """An expression as Grafana sends it."""
     values = {"$__rate_interval": "5m", "$__range": span, "$__interval": "1m"}
@@ -73,7 +83,7 @@ def names(expr: str) -> set[str]:
 
 def daemon_families() -> dict[str, str]:
     """Every sample name that the daemon exports, and its family's type."""
-    residents = SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[])
+    residents = SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
     health = Health(sinks=["file"])
     forecast = SimpleNamespace(verdicts={"a": Verdict(True)})
     objectives = Objectives()

@@ -1,103 +1,108 @@
 """What the journal says, by SQL alone: nothing here replays events, and nothing is shared with what is tested.
 
-Times are Unix nanoseconds of the events themselves; every question is about what happened up to ``now``.
+Only what somebody promised or configured comes from outside the journal: thresholds, budgets, histogram bounds.
 """
 
 import sqlite3
 from pathlib import Path
 from typing import Any, Final
 
+from weightcache.slo import Objectives
+from weightcache.vocabulary import PATHS, PHASES, PLANNED_CAUSES
+
 Found = dict[tuple[tuple[str, str], ...], float]
 """Values by labels, as Prometheus gives them."""
 
-MONTH_NS: Final = 30 * 86_400 * 1_000_000_000
-
-_VIEWS: Final = """
-CREATE TEMP VIEW opened AS
-  SELECT node, slot, episode, coalesce(json_extract(attributes, '$.cause'), name) cause, wall_ns opened_ns,
-         min(wall_ns, coalesce(wall_ns - boottime_ns + json_extract(attributes, '$.fault_boottime_ns'), wall_ns))
-         fault_ns
-  FROM events WHERE kind = 'episode_open';
-CREATE TEMP VIEW closed AS
-  SELECT o.node, o.slot, o.episode, o.cause, o.fault_ns, c.wall_ns closed_ns, c.name outcome,
-         json_extract(c.attributes, '$.verified') verified, json_extract(c.attributes, '$.path') told_path,
-         (c.wall_ns - o.fault_ns) / 1e9 seconds
-  FROM opened o JOIN events c ON c.node = o.node AND c.episode = o.episode AND c.kind = 'episode_close';
-CREATE TEMP VIEW rank_results AS
-  SELECT node, episode, attempt, coalesce(rank, 0) r,
-         CASE WHEN sum(name = 'miss') THEN 'miss' ELSE max(name) END result
-  FROM events WHERE kind = 'lookup' GROUP BY 1, 2, 3, 4;
-CREATE TEMP VIEW loading_ranks AS
-  SELECT DISTINCT node, episode, attempt, coalesce(rank, 0) r
-  FROM events WHERE kind = 'phase_begin' AND name = 'load_weights';
-CREATE TEMP VIEW attempt_paths AS
-  SELECT node, episode, attempt,
-         CASE WHEN count(DISTINCT result) > 1 THEN CASE WHEN sum(result = 'hit') THEN 'partial' ELSE 'miss' END
-              WHEN max(result) = 'hit' AND EXISTS (
-                SELECT 1 FROM loading_ranks l WHERE (l.node, l.episode, l.attempt) = (m.node, m.episode, m.attempt)
-                AND l.r NOT IN (SELECT r FROM rank_results x
-                                WHERE (x.node, x.episode, x.attempt) = (m.node, m.episode, m.attempt))) THEN 'unknown'
-              ELSE max(result) END path
-  FROM rank_results m GROUP BY 1, 2, 3;
-CREATE TEMP VIEW episode_paths AS
-  SELECT node, episode,
-         CASE WHEN count(DISTINCT path) = 1 THEN max(path)
-              WHEN sum(path IN ('hit', 'partial')) THEN 'partial' ELSE 'miss' END path
-  FROM attempt_paths WHERE path != 'unknown' GROUP BY 1, 2;
-CREATE TEMP TABLE recoveries AS
-  SELECT c.*, coalesce(told_path, p.path, 'unknown') path
-  FROM closed c LEFT JOIN episode_paths p ON p.node = c.node AND p.episode = c.episode;
-CREATE TEMP VIEW last_misses AS
-  SELECT node, episode, json_extract(attributes, '$.reason') reason, json_extract(attributes, '$.detail') detail,
-         row_number() OVER (PARTITION BY node, episode ORDER BY attempt DESC, coalesce(rank, 0)) place
-  FROM events WHERE kind = 'lookup' AND name = 'miss';
-"""
+SECOND: Final = 1_000_000_000
+MONTH_S: Final = 30 * 86_400
+_SQL: Final = Path(__file__).with_name("facts.sql")
 
 
 class Facts:
-    """Questions to a journal of several nodes.
+    """Questions to a journal of several nodes, as of a moment that `at` sets.
 
     Args:
         journal: the SQLite file.
-        now_s: the present, in Unix seconds.
+        objectives: what the nodes promised.
+        began_s: when Prometheus began to scrape them, in Unix seconds.
     """
 
-    def __init__(self, journal: Path, now_s: int) -> None:
-        self._connection = sqlite3.connect(journal)
-        self._connection.executescript(_VIEWS)
-        self.now_ns = now_s * 1_000_000_000
-        self.since_ns = self.now_ns - MONTH_NS
+    def __init__(self, journal: Path, objectives: Objectives, began_s: float) -> None:
+        self._connection = sqlite3.connect(f"file:{journal}?mode=ro", uri=True)
+        self._given("thresholds", "path, seconds", list(objectives.thresholds_s.items()))
+        self._given("budgets", "path, events", list(objectives.late_events.items()))
+        self._given("limits", "phase, seconds", list(objectives.phase_limits_s.items()))
+        self._given("promises", "clock, ratio", list(objectives.ready_ratio.items()))
+        self._given("bounds", "le, seconds", [*((str(it), it) for it in objectives.bounds_s()), ("+Inf", 9e18)])
+        self._given("planned_causes", "cause", [(cause,) for cause in sorted(PLANNED_CAUSES)])
+        self._given("phases", "phase, place", [(phase, place) for place, phase in enumerate(PHASES, 1)])
+        self._given("paths", "path", [(path,) for path in PATHS])
+        self._connection.executescript(_SQL.read_text())
+        self.outage_threshold_s = objectives.outage_threshold_s
+        self.began_s = began_s
+        self.now_s: float = 0
+        overlapping = "SELECT count(*) FROM episodes WHERE closed_id IS NULL AND next_opened_id IS NOT NULL"
+        assert self.one(overlapping)[()] == 0, "an episode that its slot's next one closed: not recorded so far"
+
+    def at(self, now_s: float) -> "Facts":
+        """The same at a moment, in Unix seconds."""
+        self.now_s = now_s
+        now_ns = round(now_s * SECOND)
+        self._connection.execute("UPDATE moment SET now_ns = ?, since_ns = ?", (now_ns, now_ns - MONTH_S * SECOND))
+        return self
 
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:
-        """Rows of a query, which may name ``:now`` and ``:since``."""
-        return self._connection.execute(query, {"now": self.now_ns, "since": self.since_ns, **values}).fetchall()
+        """Rows of a query, which may name ``:now`` and ``:since``, a month before."""
+        now_ns = round(self.now_s * SECOND)
+        given = {"now": now_ns, "since": now_ns - MONTH_S * SECOND, **values}
+        return self._connection.execute(query, given).fetchall()
 
-    def value(self, query: str, **values: Any) -> float:
-        """One number, 0 for none."""
-        return float(self.rows(query, **values)[0][0] or 0)
+    def one(self, query: str, **values: Any) -> Found:
+        """One number without labels, 0 for none."""
+        return {(): float(self.rows(query, **values)[0][0] or 0)}
 
     def by(self, labels: str, query: str, **values: Any) -> Found:
-        """Numbers by labels: the query's columns in order, the last one the number."""
+        """Numbers by labels: the query's columns in order, the last one the number. An empty label is none."""
         names = labels.split()
         return {
-            tuple(sorted((name, str(it)) for name, it in zip(names, row, strict=False) if it is not None)): float(
-                row[-1]
+            tuple(sorted((name, str(it)) for name, it in zip(names, row, strict=False) if it not in (None, ""))): float(
+                row[-1] or 0
             )
             for row in self.rows(query, **values)
         }
 
-    def events(self, labels: str, columns: str, where: str) -> Found:
-        """How many events of the month there are by labels."""
-        query = (
-            f"SELECT {columns}, count(*) FROM events WHERE wall_ns > :since AND wall_ns <= :now AND {where} GROUP BY "
-        )
-        places = ", ".join(str(number) for number in range(1, len(labels.split()) + 1))
-        return self.by(labels, query + places)
+    def events(self, labels: str, columns: str, where: str, minutes: float = MONTH_S / 60) -> Found:
+        """How many events there are by labels, in the last minutes, by default a month's."""
+        query = f"SELECT {columns}, count(*) FROM e WHERE at_ns > :begin AND at_ns <= :now AND {where} GROUP BY "
+        return self.by(labels, query + _places(labels), begin=self.ago(minutes))
 
-    def recovered(self, labels: str, columns: str, number: str = "count(*)", where: str = "1") -> Found:
-        """A number of the month's recoveries by labels."""
-        places = ", ".join(str(place) for place in range(1, len(labels.split()) + 1))
-        period = "closed_ns > :since AND closed_ns <= :now"
-        return self.by(
-            labels, f"SELECT {columns}, {number} FROM recoveries WHERE {period} AND {where} GROUP BY {places}"
+    def recovered(
+        self, labels: str, columns: str, number: str = "count(*)", where: str = "1", minutes: float = MONTH_S / 60
+    ) -> Found:
+        """A number of the recoveries that ended in the last minutes by labels."""
+        query = f"SELECT {columns}, {number} FROM recoveries WHERE closed_ns > :begin AND {where} GROUP BY "
+        return self.by(labels, query + _places(labels), begin=self.ago(minutes))
+
+    def ran(self, what: str, ago_s: float = 0, by: str = "clock", where: str = "1") -> dict[Any, float]:
+        """Seconds that clocks ran until so many seconds ago: ``burned`` or ``observed``, by columns of ``clocks``."""
+        moment = f"min(coalesce(end_ns, {self.ago(ago_s / 60)}), {self.ago(ago_s / 60)})"
+        begin = "max(begin_ns, grace_ns)" if what == "burned" else "begin_ns"
+        state = "state = 'unready'" if what == "burned" else "state != 'stopped'"
+        query = (
+            f"SELECT {by}, sum(max(0, {moment} - {begin}) * ({state} AND known_ns <= {self.ago(ago_s / 60)})) / 1e9 "
+            f"FROM clocks WHERE {where} GROUP BY {by}"
         )
+        return {row[:-1] if len(row) > 2 else row[0]: float(row[-1]) for row in self.rows(query)}
+
+    def ago(self, minutes: float) -> int:
+        """The time so many minutes before the moment, in nanoseconds."""
+        return round((self.now_s - minutes * 60) * SECOND)
+
+    def _given(self, table: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
+        self._connection.execute(f"CREATE TEMP TABLE {table} ({columns})")
+        marks = ", ".join("?" for _ in columns.split())
+        self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+
+
+def _places(labels: str) -> str:
+    return ", ".join(str(place) for place in range(1, len(labels.split()) + 1))

@@ -2,17 +2,16 @@
 
 The events go through the real replay, accounts, forecast and collector; what that exports is written as OpenMetrics at
 the times of imagined scrapes. Everything is sampled around recoveries and every two hours, and what moves by itself,
-the clocks that rates are taken of, every two minutes.
+the clocks that rates are taken of, every two minutes. The last repetition ends in the middle of a recovery.
 """
 
 import functools
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
@@ -30,20 +29,28 @@ from weightcache.telemetry.health import Health
 from weightcache.telemetry.metrics import Collector
 
 SECOND: Final = 1_000_000_000
-DAYS: Final = 40
+DAY_S: Final = 86_400
+END_S: Final = 1_796_004_000
+"""The end of every history, in Unix seconds: on the grid of scrapes, so that windows begin and end at scrapes."""
 RECORDINGS: Final = Path(__file__).parent / "recordings"
 OBJECTIVES: Final = Objectives.of({"thresholds_s": {"hit": 15.0, "miss": 40.0}, "late_events": {"hit": 4, "miss": 3}})
 """Promises that some of the recorded recoveries keep and others break."""
 
 CLOCKS: Final = (
-    "readmit_budget_burned_seconds_total",
-    "readmit_observed_seconds_total",
-    "readmit_service_budget_burned_seconds_total",
-    "readmit_service_observed_seconds_total",
-    "weightcache_lookups_total",
+    "readmit_budget_burned_seconds",
+    "readmit_observed_seconds",
+    "readmit_service_budget_burned_seconds",
+    "readmit_service_observed_seconds",
+    "weightcache_lookups",
 )
-NODES: Final = {"demo": (2, 11, 21, 33), "pair": (1, 6, 14, 19, 25, 31, 38), "ranks": (3, 9, 17, 28, 39)}
-"""Each node's recording begins anew on these days."""
+NODES: Final = {
+    "demo": (2, 11, 21, 33),
+    "pair": (1, 6, 11, 14, 17, 20, 23, 26, 29, 32, 35, 38),
+    "ranks": (3, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29),
+}
+"""On these days each node's recording begins anew."""
+CUT: Final = {"ranks": 96}
+"""It begins once more so many seconds before the end."""
 
 
 class Span(NamedTuple):
@@ -58,21 +65,28 @@ class Past:
 
     Args:
         node: its name, which is its recording's and its instance in Prometheus.
-        end_s: the end of the history, in Unix seconds.
+        days: how long ago the history begins.
     """
 
-    def __init__(self, node: str, end_s: int) -> None:
-        self.node = node
+    def __init__(self, node: str, days: int) -> None:
+        self.node, self.days = node, days
         rows = [json.loads(line) for line in (RECORDINGS / f"{node}.jsonl").read_text().splitlines()]
         rows.sort(key=lambda row: row[1])
         self.events: list[Event] = []
         self.spans: list[Span] = []
-        for turn, day in enumerate(NODES[node]):
-            shift = (end_s - DAYS * 86_400 + day * 86_400) * SECOND - rows[0][2]
+        begins = [END_S - (days - day) * DAY_S for day in NODES[node] if day < days]
+        begins += [END_S - CUT[node]] if node in CUT else []
+        for turn, begin in enumerate(begins):
+            shift = begin * SECOND - rows[0][2]
             shifted = [self._shifted(row, turn, shift) for row in rows]
             self.spans.append(Span(shifted[0].wall_ns, shifted[-1].wall_ns))
             self.events += shifted
         self.events = [event._replace(id=number) for number, event in enumerate(self.events, 1)]
+
+    @property
+    def examined(self) -> Span:
+        """The repetition during which every question is asked, not only at the end: the last whole one."""
+        return [span for span in self.spans if span.end <= END_S * SECOND][-1]
 
     def _shifted(self, row: list[Any], turn: int, shift: int) -> Event:
         boot, boottime, wall, _, slot, episode, attempt, rank, kind, name, facts = row
@@ -119,7 +133,7 @@ class Node:
             families = (*self.collector._slots(self.now_ns), *self.collector._recoveries(self.now_ns))
             families = (*families, self.accounts.lookups.collect())
         for family in families:
-            if everything or family.name + "_total" in CLOCKS:
+            if everything or family.name in CLOCKS:
                 yield from family.samples
 
     def _feed(self, event: Event) -> None:
@@ -147,50 +161,27 @@ class Node:
                     generation.leases = {name: it for name, it in generation.leases.items() if name in kept}
 
 
-def scrapes(past: Past, end_s: int) -> dict[int, bool]:
+def scrapes(past: Past, examined: Iterable[Span]) -> dict[int, bool]:
     """When a node is scraped, in Unix seconds, and whether for everything."""
-    start = end_s - DAYS * 86_400
-    times = dict.fromkeys(range(start, end_s + 1, 120), False)
-    times |= dict.fromkeys(range(start, end_s + 1, 7200), True)
-    times |= dict.fromkeys(range(end_s - 3600, end_s + 1, 60), True)
-    for begin, end in past.spans:
-        times |= dict.fromkeys(range(begin // SECOND // 60 * 60 - 300, end // SECOND + 900, 60), True)
-    return {at: times[at] for at in sorted(times) if start <= at <= end_s}
+    start = END_S - past.days * DAY_S
+    times = dict.fromkeys(range(start, END_S + 1, 120), False)
+    times |= dict.fromkeys(range(start, END_S + 1, 7200), True)
+    times |= dict.fromkeys(range(END_S - 3600, END_S + 1, 60), True)
+    for before, spans in ((300, past.spans), (3900, examined)):
+        for begin, end in spans:
+            times |= dict.fromkeys(range(begin // SECOND // 60 * 60 - before, end // SECOND + 900, 60), True)
+    return {at: times[at] for at in sorted(times) if start <= at <= END_S}
 
 
-def write(file: TextIO, past: Past, end_s: int) -> None:
-    """Write a node's history as OpenMetrics."""
+def exposition(past: Past, examined: Iterable[Span]) -> Iterator[str]:
+    """A node's history as lines of OpenMetrics."""
     node = Node(past)
-    sabotage = os.environ.get("SABOTAGE", "")
-    for at, everything in scrapes(past, end_s).items():
-        lines = [f"{text} {value} {at}\n" for text, value in _told(node.at(at, everything), past.node, sabotage)]
+    for at, everything in scrapes(past, examined).items():
+        for sample in node.at(at, everything):
+            yield f"{_series(sample.name, tuple(sample.labels.items()), past.node)} {_number(sample.value)} {at}\n"
         if everything:
-            lines.append(f'up{{instance="{past.node}",job="readmit"}} 1 {at}\n')
-        file.writelines(lines)
-
-
-def _told(samples: Iterator[Sample], node: str, sabotage: str) -> Iterator[tuple[str, str]]:
-    for sample in samples:
-        name, labels, value = sample.name, sample.labels, sample.value
-        if sabotage:
-            name, labels, value = sabotaged(sabotage, name, labels, value)
-        yield _series(name, tuple(labels.items()), node), repr(float(value)).replace("inf", "Inf")
-
-
-def sabotaged(how: str, name: str, labels: dict[str, str], value: float) -> tuple[str, dict[str, str], float]:
-    """A collector with a mistake in it, that the proof must find.
-
-    Raises:
-        ValueError: there is no such mistake.
-    """
-    if how == "hit_miss":
-        swap = {"hit": "miss", "miss": "hit"}
-        return name, {key: swap.get(it, it) if key in ("result", "path") else it for key, it in labels.items()}, value
-    if how == "units":
-        return name, labels, value * 1000 if "_seconds" in name and "timestamp" not in name else value
-    if how == "labels":
-        return name, {("route" if key == "path" else key): it for key, it in labels.items()}, value
-    raise ValueError(f"SABOTAGE={how}: there are hit_miss, units and labels")
+            yield f'up{{instance="{past.node}",job="readmit"}} 1 {at}\n'
+    yield "# EOF\n"
 
 
 @functools.cache
@@ -200,18 +191,17 @@ def _series(name: str, labels: tuple[tuple[str, str], ...], node: str) -> str:
     return f"{name}{{{inner}}}"
 
 
-def build(folder: Path, end_s: int) -> list[Past]:
-    """Make Prometheus blocks of all histories in ``folder/data``, and one journal of all in ``journal.sqlite3``."""
-    require("promtool")
-    pasts = [Past(node, end_s) for node in NODES]
+def _number(value: float) -> str:
+    return repr(float(value)).replace("inf", "Inf")
+
+
+def write(folder: Path, days: int) -> list[Past]:
+    """Write each node's history to ``NODE.om``, and one journal of all to ``journal.sqlite3``."""
+    pasts = [Past(node, days) for node in NODES]
+    examined = [past.examined for past in pasts]
     for past in pasts:
-        text = folder / f"{past.node}.om"
-        with text.open("w") as file:
-            write(file, past, end_s)
-            file.write("# EOF\n")
-        command = ["promtool", "tsdb", "create-blocks-from", "--max-block-duration=1200h", "openmetrics", "--quiet"]
-        subprocess.run([*command, str(text), str(folder / "data")], check=True, capture_output=True)
-        text.unlink()
+        with (folder / f"{past.node}.om").open("w") as file:
+            file.writelines(exposition(past, examined))
     journal = connect(folder / "journal.sqlite3")
     journal.execute("BEGIN")
     for past in pasts:
@@ -219,6 +209,13 @@ def build(folder: Path, end_s: int) -> list[Past]:
     journal.execute("COMMIT")
     journal.close()
     return pasts
+
+
+def make_blocks(text: Path, into: Path) -> None:
+    """Make Prometheus blocks of a file of OpenMetrics."""
+    require("promtool")
+    command = ["promtool", "tsdb", "create-blocks-from", "--max-block-duration=1200h", "openmetrics", "--quiet"]
+    subprocess.run([*command, str(text), str(into)], check=True, capture_output=True)
 
 
 def _renamed(episode: str, turn: int) -> str:

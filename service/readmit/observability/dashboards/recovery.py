@@ -44,7 +44,7 @@ def _one_recovery() -> list[Panel]:
         ),
         Panel(
             "Time left to the deadline",
-            [Target(f"{left} or vector(0)", "{{instance}} {{slot}}")],
+            [Target(f"{left} or 0 * {of('readmit_slot_wanted', slot)}", "{{instance}} {{slot}}")],
             "s",
             "Below 0 the recovery is late; 0 without one.",
             "ReadmitRecoveryOverdue",

@@ -1,0 +1,161 @@
+"""The proof: every query, rule and alert, asked of a real Prometheus and compared with what the journal says.
+
+::
+
+    python -m tests.observability.proof [--days 40]          # SABOTAGE=hit_miss|units|labels must make it fail
+
+The last line is JSON. The exit status is 1 where anything is wrong, empty or untested.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from tests.observability import answers, expressions, figures, history, sabotage
+from tests.observability.facts import Facts, Found
+from tests.observability.questions import Question, Verdict, by_moment
+from tests.observability.servers import Prometheus, prometheus, require
+
+from readmit.observability.rules import recording_rules
+from readmit.observability.yaml import dump
+
+CONFIG: Final = "global:\n  evaluation_interval: 1h\n"
+STEP_S: Final = 120
+"""Between two moments at which every question is asked; a multiple of what lies between two scrapes."""
+
+LOOKBACK: Final = "--query.lookback-delta=59s"
+"""A backfilled series that ends has no mark of staleness; every moment asked for has samples of its own instead."""
+
+
+def questions() -> Iterator[Question]:
+    """Of every panel, rule and alert."""
+    for query in expressions.queries():
+        if query.dashboard == "readmit-gate":
+            continue  # what clients ask of a gate is in no journal: `live` has it
+        name, expr = str(query), expressions.plain(query.expr)
+        always = name in answers.EVER
+        yield Question.of(name, expr, answers.EVER[name] if always else answers.MONTHLY[name], always)
+    for rule in expressions.RULES:
+        clock = rule.get("labels", {}).get("clock")
+        name = f"{rule['record']} {clock}" if clock else rule["record"]
+        yield Question.of(name, rule["expr"], answers.RULES[name])
+    for alert in expressions.ALERTS:
+        name = " ".join([alert["alert"], *filter(None, [alert["labels"].get("long")])])
+        yield Question.of(name, alert["expr"], answers.ALERTS[name])
+
+
+class Proof:
+    """One history in one Prometheus.
+
+    Args:
+        folder: where everything is written.
+        days: how long the history is.
+    """
+
+    def __init__(self, folder: Path, days: int) -> None:
+        require("prometheus", "promtool")
+        self.folder, self.days = folder, days
+        self.pasts = history.write(folder, days)
+        self.began_s = history.END_S - days * history.DAY_S
+        self.facts = Facts(folder / "journal.sqlite3", history.OBJECTIVES, self.began_s)
+        self.periods = [(history.END_S, history.END_S)]
+        for past in self.pasts:
+            begin, end = (at // history.SECOND // STEP_S * STEP_S for at in past.examined)
+            self.periods.append((begin - STEP_S, end + 600))
+        self._expected: dict[tuple[str, int], Found] = {}
+
+    def ask(self, mistake: str | None = None) -> Verdict:
+        """Put everything into a Prometheus of its own and ask it all; with a mistake in the collector, if any."""
+        folder = self.folder / (mistake or "right")
+        data = folder / "data"
+        for past in self.pasts:
+            history.make_blocks(self._text(past, mistake, folder), data)
+        rates, *others = recording_rules()
+        with prometheus(folder, CONFIG, LOOKBACK) as server:
+            self._record(server, folder, [rates], self.began_s, history.END_S)
+        with prometheus(folder, CONFIG, LOOKBACK) as server:
+            for begin, end in self.periods:
+                self._record(server, folder, others, begin - 600, end)
+        verdict = Verdict()
+        with prometheus(folder, CONFIG, LOOKBACK) as server:
+            for question in questions():
+                self._ask(server, question, verdict)
+            for question in self._surroundings():
+                self._ask(server, question, verdict)
+            self._variables(server, verdict)
+        return verdict
+
+    def _ask(self, server: Prometheus, question: Question, verdict: Verdict) -> None:
+        for begin, end in self.periods if question.always else self.periods[:1]:
+            found = by_moment(server.range(question.expr, begin, end, STEP_S))
+            for at in range(begin, end + 1, STEP_S):
+                verdict.compare(question, at, found.get(at, {}), self._answer(question, at))
+
+    def _answer(self, question: Question, at: int) -> Found:
+        key = question.name, at
+        if key not in self._expected:
+            self._expected[key] = question.answer(self.facts.at(at - question.lag_s))
+        return self._expected[key]
+
+    def _surroundings(self) -> Iterator[Question]:
+        """Annotations."""
+        for uid, board in expressions.DASHBOARDS.items():
+            for annotation in board["annotations"]["list"]:
+                expr = expressions.plain(annotation["expr"])
+                yield Question(f"{uid}/annotation {annotation['name']}", expr, figures.began, True)
+
+    def _variables(self, server: Prometheus, verdict: Verdict) -> None:
+        for uid, name, metric, label in expressions.variables():
+            if uid == "readmit-gate":
+                continue
+            found = server.api(
+                f"label/{label}/values", **{"match[]": metric, "start": history.END_S - 3600, "end": history.END_S}
+            )
+            question = Question(f"{uid}/variable {name}", f"label_values({metric}, {label})", figures.began, False)
+            self.facts.at(history.END_S)
+            expected = answers.VARIABLES[name](self.facts)
+            members = [dict.fromkeys(((("value", it),) for it in each), 1.0) for each in (found, expected)]
+            verdict.compare(question, history.END_S, *members)
+
+    def _text(self, past: history.Past, mistake: str | None, folder: Path) -> Path:
+        right = self.folder / f"{past.node}.om"
+        if mistake is None:
+            return right
+        folder.mkdir(parents=True, exist_ok=True)
+        wrong = folder / right.name
+        with right.open() as lines, wrong.open("w") as file:
+            file.writelines(sabotage.altered(mistake, lines))
+        return wrong
+
+    def _record(self, server: Prometheus, folder: Path, groups: list[Any], begin: int, end: int) -> None:
+        # Where in a minute a group is evaluated hangs on its file's name.
+        (folder / "groups.yaml").write_text(dump({"groups": groups}))
+        # A request gives at most 11,000 points of a series: a week of minutes.
+        options = ["--max-block-duration=168h", "rules", f"--url={server.url}", f"--start={begin}", f"--end={end}"]
+        options += ["--output-dir=data", "--eval-interval=60s", "groups.yaml"]
+        command = ["promtool", "tsdb", "create-blocks-from", *options]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.observability.proof", description=__doc__)
+    parser.add_argument("--days", type=int, default=40)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="readmit-proof-") as folder:
+        proof = Proof(Path(folder), options.days)
+        verdict = proof.ask(os.environ.get("SABOTAGE") or None)
+    for name, text in verdict.wrong.items():
+        print(f"WRONG {name}\n  {text}", file=sys.stderr)
+    print(json.dumps({"asked": verdict.asked, "wrong": len(verdict.wrong)}))
+    return 1 if verdict.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

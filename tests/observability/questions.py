@@ -1,0 +1,89 @@
+"""Questions to Prometheus, and what came of them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from tests.observability import expressions
+from tests.observability.facts import Found
+from tests.observability.figures import Answer
+
+CLOSE: Final = 1e-6
+ROUGHLY: Final = 0.02
+"""For what recorded rates go into, which are evaluated between two scrapes."""
+
+
+class Question(NamedTuple):
+    """An expression and what it should say."""
+
+    name: str
+    expr: str
+    answer: Answer
+    always: bool
+    """Whether it can be asked at any moment, and not only at the end."""
+    recorded: bool = False
+    """Whether it reads what recording rules wrote, up to a minute before."""
+
+    @classmethod
+    def of(cls, name: str, expr: str, answer: Answer, always: bool = True) -> "Question":
+        return cls(name, expr, answer, always, any(":" in metric for metric in expressions.names(expr)))
+
+    @property
+    def tolerance(self) -> float:
+        """How far values may be from the facts, relatively."""
+        return ROUGHLY if self.recorded else CLOSE
+
+    @property
+    def lag_s(self) -> int:
+        """How old what it reads is. A rule on recorded rates has its own way to say so."""
+        return 60 if self.recorded and not self.name.startswith("job") else 0
+
+
+class Verdict:
+    """What came of the questions."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        """Values of a question at a moment."""
+        self.wrong: dict[str, str] = {}
+        """The first wrong answer by question."""
+        self.empty: dict[str, str] = {}
+        """Of those, where nothing came back though something should have."""
+        self.fired: set[str] = set()
+        """Questions that had any answer."""
+
+    def compare(self, question: Question, at_s: float, found: Found, expected: Found) -> None:
+        self.asked += 1
+        if found:
+            self.fired.add(question.name)
+        if _equal(found, expected, question.tolerance):
+            return
+        text = (
+            f"at {at_s:.0f} {question.expr}\n  found    {_told(found, expected)}\n  expected {_told(expected, found)}"
+        )
+        self.wrong.setdefault(question.name, text)
+        if expected and not found:
+            self.empty.setdefault(question.name, text)
+
+
+def _equal(found: Found, expected: Found, tolerance: float) -> bool:
+    return found.keys() == expected.keys() and all(
+        math.isclose(value, expected[labels], rel_tol=tolerance, abs_tol=2e-3) for labels, value in found.items()
+    )
+
+
+def _told(these: Found, those: Found) -> str:
+    """What differs, in a few words."""
+    different = {dict(labels).__str__(): value for labels, value in these.items() if those.get(labels) != value}
+    return ", ".join(f"{labels}: {value:g}" for labels, value in sorted(different.items())[:6]) or "nothing"
+
+
+def by_moment(series: Mapping[Any, list[Any]]) -> dict[int, Found]:
+    found: dict[int, Found] = {}
+    for labels, values in series.items():
+        kept = tuple(
+            (name, value) for name, value in labels if name != "__name__" and (name, value) != ("job", "readmit")
+        )
+        for at, value in values:
+            found.setdefault(round(at), {})[kept] = value
+    return found
