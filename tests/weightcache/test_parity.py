@@ -1,6 +1,8 @@
 """Two copies of a model, compared and the conclusion kept; resident weights of another version used after a proof."""
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,11 +15,13 @@ from tests.fixtures.daemon import running_daemon
 from torch import nn
 from typer.testing import CliRunner
 
+from readmit.commands.daemon import ask
+from readmit.commands.load import prepare, require_room
 from readmit.commands.parity import parity as parity_command
-from weightcache import parity
-from weightcache.errors import CacheMiss
+from weightcache import messages, parity
+from weightcache.errors import CacheMiss, ConfigError, ResourceError
 from weightcache.fingerprint import FIELDS, CacheConfig
-from weightcache.integrations import transformers
+from weightcache.integrations import transformers, transformers_census
 from weightcache.vocabulary import MISS_REASONS
 
 
@@ -195,6 +199,90 @@ def test_a_version_that_lays_out_otherwise_is_told_and_not_recorded(
     assert report["disparities"][0]["name"] == "model.layers.0.mlp.up_proj.weight"  # type: ignore[index]
     with pytest.raises(CacheMiss):
         transformers.from_pretrained(folder, mode="client", socket=socket, policies=FAIL)
+
+
+@pytest.mark.parametrize("make", [checkpoints.plain, checkpoints.tied, checkpoints.fp8])
+def test_an_arena_made_here_needs_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path]
+) -> None:
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    code, report = run(make(tmp_path / "t"))
+    assert (code, report["equal"], report["logits_equal"], report["disparities"]) == (0, True, True, [])
+    assert report["compared"] == "an arena made here"
+    assert report["config"]["quant_method"] == ("fp8" if make is checkpoints.fp8 else "none")  # type: ignore[index]
+
+
+def version(folder: Path, number: str) -> Path:
+    """A virtual environment in which transformers is of another version."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    program = (
+        f"import runpy, sys, transformers; transformers.__version__ = {number!r}; sys.argv = sys.argv[2:]; "
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    )
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c {shlex.quote(program)} "$@"\n')
+    python.chmod(0o700)
+    return folder
+
+
+def test_two_versions_are_compared_by_their_own_interpreters(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    old, new = version(tmp_path / "old", "1"), version(tmp_path / "new", "2")
+    code, report = run(folder, "--old", old, "--new", new, "--record")
+    assert (code, report["equal"], report["recorded"]) == (0, True, True), report
+    assert (report["resident_layout"], report["this_layout"]) == ("transformers-1", "transformers-2")
+    monkeypatch.setattr(transformers, "LAYOUT", "transformers-1")
+    transformers.from_pretrained(folder, mode="client", socket=socket)
+    monkeypatch.setattr(transformers, "LAYOUT", "transformers-2")
+    assert transformers.from_pretrained(folder, mode="client", socket=socket, policies=FAIL)[1].path == "hit"
+
+
+def test_versions_that_differ_are_not_one_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    folder = checkpoints.plain(tmp_path / "t")
+    old, new = (transformers_census.report(str(folder), None) for _ in range(2))
+    norm = new.tensors["model.norm.weight"]
+    new.tensors["model.norm.weight"] = norm._replace(digest="other")
+    new.config["layout_id"] = "transformers-next"
+    monkeypatch.setattr("readmit.commands.parity._report", lambda venv, *_: {"old": old, "new": new}[venv.name])
+    code, report = run(folder, "--old", "old", "--new", "new", "--record")
+    assert (code, report["equal"], report["recorded"]) == (1, False, False)
+    assert [each["name"] for each in report["disparities"]] == ["model.norm.weight"]  # type: ignore[attr-defined]
+    new.tensors["model.norm.weight"] = norm
+    new.config["torch_version"] = "3"
+    code, report = run(folder, "--old", "old", "--new", "new", "--record")
+    assert (code, report["recorded"]) == (1, False), "no layout makes up for another torch"
+    assert [each["field"] for each in report["differences"]] == ["torch_version"]  # type: ignore[attr-defined]
+    assert not (tmp_path / "state" / "parity").exists()
+
+
+def test_a_coming_version_is_loaded_beside_the_present_one(tmp_path: Path, socket: Path) -> None:
+    folder, coming = checkpoints.plain(tmp_path / "t"), version(tmp_path / "new", "99")
+    _, present = transformers.from_pretrained(folder, mode="client", socket=socket)
+    app = typer.Typer()
+    app.command()(prepare)
+    words = [str(folder), "--new", str(coming), "--socket", str(socket), "--json"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    report = json.loads(done.stdout)
+    assert (report["still_resident"], report["evicted"], report["both_fit"]) == ([present.generation], [], True)
+    (loaded,) = ask(socket, messages.Status())["generations"][1:]
+    assert [loaded["generation"]] == report["loaded"]
+    assert loaded["config"]["layout_id"] == "transformers-99"
+
+
+def test_what_does_not_fit_beside_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="do not fit at once") as caught:
+        require_room({"capacity": 100, "resident_bytes": 60}, 41)
+    assert (caught.value.detail, caught.value.data["needed"], caught.value.data["available"]) == ("capacity", 41, 40)
+    require_room({"capacity": 100, "resident_bytes": 60}, 40)
+
+
+def test_an_environment_without_an_engine_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no-such-venv") as caught:
+        run(checkpoints.plain(tmp_path / "t"), "--old", tmp_path / "no-such-venv", "--new", tmp_path / "no-such-venv")
+    assert caught.value.reason == "venv"
 
 
 def test_nothing_resident_is_a_miss_with_its_reason(tmp_path: Path, socket: Path) -> None:

@@ -65,7 +65,7 @@ def prepare(
         raise typer.BadParameter(f"{python} is no interpreter that can be run")
     before = ask(socket, messages.Status())
     needed = Checkpoint.open(model).total_bytes
-    _require_room(before, needed)
+    require_room(before, needed)
     workers = [[*argv, "--beside"] for argv in _workers(str(python.absolute()), model, dtype, tp_size)]
     done = _load_all(workers, wait_s, socket)
     after = ask(socket, messages.Status())
@@ -89,7 +89,7 @@ def _told(facts: dict[str, Any]) -> str:
     return f"loaded {loaded} after {facts['seconds']} s; beside it stays {kept}"
 
 
-def _require_room(status: dict[str, Any], needed: int) -> None:
+def require_room(status: dict[str, Any], needed: int) -> None:
     """Check that as much as `needed` fits beside what is resident.
 
     Raises:
