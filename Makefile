@@ -37,6 +37,7 @@ test: system lint
 test-engines:
 	@python=$$(PYTHON=$(PYTHON) scripts/engines-env.sh)/bin/python; \
 	"$$python" -m pytest tests/engines $(PYTEST_ARGS); \
+	PYTHONPATH=$$(dirname "$$python")/../../sglang "$$python" -m pytest tests/engines $(PYTEST_ARGS); \
 	"$$python" -m tests.engines.recoveries --kills $(if $(FULL),10,3) $(ARGS)
 
 fuzz: $(VENV)/.installed-test

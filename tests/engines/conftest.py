@@ -1,9 +1,20 @@
-"""Tests with real engines: run where vLLM is installed (``make test-engines``), not collected elsewhere."""
+"""Tests with real engines: run where one is installed (``make test-engines``), not collected elsewhere."""
 
 import importlib.util
 import os
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+if importlib.util.find_spec("sglang"):
+    collect_ignore_glob = ["test_vllm*.py"]
+
+    import torch
+
+    # SGLang imports torchvision, whose build for CPUs no registry has; it wants these of its operators declared.
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor x) -> Tensor")
+elif importlib.util.find_spec("vllm"):
+    collect_ignore_glob = ["test_sglang.py"]
+else:
+    collect_ignore_glob = ["test_*.py"]
 
 # vLLM compiles the counting of log-probabilities on the first request for one, which takes longer than all tests here.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
