@@ -18,65 +18,19 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import disk, engine, legacy, models, roles
+from gpu_parts import disk, engine, legacy, models, roles, serving, sparse, watching
 from gpu_parts.fresh import Clients
-from gpu_parts.machine import describe_machine
 from gpu_parts.node import Node
-from gpu_parts.processes import Process, call, gpu_memory_peak, used_bytes
+from gpu_parts.processes import Failed, Process, call, gpu_memory_peak, used_bytes
+from gpu_parts.report import Report
 
 from weightcache.keeper.child import QUICK_S
 
 GIB = models.GIB
-
-
-class Report:
-    """Figures and what else was found, written after every part, so that a run cut short keeps what it had."""
-
-    def __init__(self, path: Path | None, device: str) -> None:
-        self._path = path
-        self._began = time.monotonic()
-        self.rows: list[dict[str, Any]] = []
-        self.parts: dict[str, Any] = {}
-        self.machine = describe_machine(device)
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def figure(self, work: str, values: list[float], unit: str, **facts: Any) -> None:
-        """A row: what, how often, median and maximum, and what was asked of it (``must``, ``aim``)."""
-        row = {"work": work, "n": len(values), "median": statistics.median(values), "max": max(values), "unit": unit}
-        self.rows.append({**row, "values": values, **facts})
-        bound = f"  must {facts['must']:g}" if "must" in facts else ""
-        print(
-            f"{work:<72} n={row['n']:<3} median {row['median']:10.4g} max {row['max']:10.4g} {unit}{bound}", flush=True
-        )
-
-    def part(self, name: str, run: Callable[[], Any], limit_s: float) -> None:
-        """Run a part, unless time is up; a failure ends the part alone."""
-        if self.elapsed_s > limit_s:
-            self.parts[name] = {"not_run": f"time was up after {self.elapsed_s:.0f} s"}
-            print(f"-- {name}: not run, no time left", flush=True)
-            return
-        began = time.monotonic()
-        print(f"-- {name} (at {self.elapsed_s:.0f} s)", flush=True)
-        try:
-            self.parts[name] = {"found": run(), "seconds": round(time.monotonic() - began, 2)}
-        except Exception:  # noqa: BLE001 - one figure's failure must not cost the others a run on the machine
-            self.parts[name] = {"failed": traceback.format_exc()}
-            print(traceback.format_exc(), flush=True)
-        self.write()
-
-    def write(self) -> None:
-        if self._path:
-            content = {"machine": self.machine, "seconds": self.elapsed_s, "figures": self.rows, "parts": self.parts}
-            self._path.write_text(json.dumps(content, indent=1))
 
 
 class Benchmark:
@@ -84,6 +38,7 @@ class Benchmark:
         self.where = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
         self.on_gpu = self.where.type == "cuda"
         self.runs = options.runs
+        self.quick = options.quick
         self.report = Report(options.json, options.device)
         self.node = Node()
 
@@ -94,16 +49,46 @@ class Benchmark:
         shape = self._shape(models.fused(96))
         found = self._publish(shape)
         self._attaches(shape, "attach 96 GiB, 2,000 tensors", must=0.060, aim=0.040)
+        found["variants"] = self._variants(shape)
         if self.on_gpu:
             again = call(roles.verify_again, shape, self.where, self.node.socket)
             self.report.figure("verify 96 GiB, again in one process", again["again_s"], "s", must=0.040, aim=0.025)
-        restarts = self._daemon_restarts(shape)
-        self._kernel_cold(shape)
-        self._teardown(shape)
-        restarts += self._daemon_restarts(shape)
-        self.report.figure("daemon SIGKILL to serving again", restarts, "s", must=0.5, aim=0.2)
+        if not self.quick:
+            restarts = self._daemon_restarts(shape)
+            self._kernel_cold(shape)
+            self._teardown(shape)
+            restarts += self._daemon_restarts(shape)
+            self.report.figure("daemon SIGKILL to serving again", restarts, "s", must=0.5, aim=0.2)
         found["holders"] = self._holders()
         found["memory_after_release"] = self._release()
+        return found
+
+    def from_files(self) -> dict[str, Any]:
+        """96 GiB in 30,000 tensors, read from files straight into the arena."""
+        shape = self._shape(models.unfused(96))
+        folder = Path(tempfile.mkdtemp(prefix="readmit-sparse-")) / "checkpoint"
+        memory: dict[str, int] = {}
+        try:
+            files = call(sparse.write, shape, folder)
+            time.sleep(2.1)  # younger files could still change unseen
+            with gpu_memory_peak(memory):
+                found = call(roles.publish_from_files, shape, self.where, folder, timeout_s=200)
+        finally:
+            disk.remove(folder.parent)
+        if not found["generation"]:
+            raise AssertionError(f"{shape.name} was not published: {found}")
+        above = (memory["peak"] - memory["before"] - found["model_bytes"]) / GIB
+        note = f"{found['model_bytes'] / GIB:.1f} GiB in {found['tensors']} tensors, CUDA context included"
+        self.report.figure(f"files to published arena: peak above the weights ({note})", [above], "GiB", must=4)
+        rate = files["bytes"] / found["read_s"] / GIB
+        self.report.figure("files (holes) to arena, hashed, 30,060 tensors", [rate], "GiB/s")
+        self._attaches(shape, "attach 96 GiB, 30,000 tensors", end="check sparse", must=0.400, aim=0.250)
+        return {**found, "files": files, "memory": memory, "memory_after_release": self._release()}
+
+    def expandable(self) -> dict[str, Any]:
+        """96 GiB in 30,000 tensors that an engine loaded by itself, torch's segments growing page by page."""
+        found = self._publish(self._shape(models.unfused(96)), expandable=True)
+        self._release()
         return found
 
     def unfused(self) -> dict[str, Any]:
@@ -123,6 +108,7 @@ class Benchmark:
             found["speed"] = call(roles.attach_and_compute, shape, self.where)
             for name, times in found["speed"].items():
                 self.report.figure(f"mapped over ordinary memory: {name}", [times["ratio"]], "ratio", must=1.01)
+            found["watch"] = self._watch(shape)
         self._release()
         return found
 
@@ -131,6 +117,12 @@ class Benchmark:
 
     def legacy_unfused(self) -> dict[str, Any]:
         return self._legacy(models.unfused(96), "30,000")
+
+    def serving_bf16(self) -> dict[str, Any]:
+        return self._serving(fp8=False)
+
+    def serving_fp8(self) -> dict[str, Any]:
+        return self._serving(fp8=True)
 
     def sizes(self) -> dict[str, Any]:
         """Attach time against size, at 2,000 tensors."""
@@ -148,15 +140,26 @@ class Benchmark:
         try:
             found = {"written": call(disk.write_checkpoint, folder, 8.0)}
             reads, cold, warm, files = [], [], [], []
-            for turn in range(3):
+            for turn in range(1 if self.quick else 3):
                 found[f"left_in_cache_{turn}"] = disk.drop(folder)
                 reads.append(call(disk.direct_reads, folder))
                 disk.drop(folder)
                 cold.append(call(disk.into_arena, folder, None, turn == 0))
+            others: dict[str, Any] = {}
             for _ in range(3):
                 found["in_cache"] = disk.warm(folder)
                 warm.append(call(disk.into_arena, folder, False, False))
                 files.append(call(disk.load_file, folder))
+                for loader in (disk.fastsafetensors, disk.runai_streamer):
+                    try:
+                        others.setdefault(loader.__name__, []).append(call(loader, folder))
+                    except Failed as failed:  # not installed, or not for this machine: said so
+                        others[f"{loader.__name__} failed"] = str(failed)[-800:]
+            found["others"] = others
+            for name, results in others.items():
+                if isinstance(results, list):
+                    rates = [result["bytes_per_s"] / GIB for result in results]
+                    self.report.figure(f"page cache to GPU by {name}, unhashed", rates, "GiB/s")
             found |= {"cold": cold, "warm": warm, "load_file": files, "direct_reads": reads}
             rates = [result["bytes_per_s"] / GIB for result in cold]
             self.report.figure("parallel O_DIRECT reads", [rate / GIB for rate in reads], "GiB/s")
@@ -164,10 +167,10 @@ class Benchmark:
             ratio = statistics.median(rates) / (statistics.median(reads) / GIB)
             self.report.figure("disk to arena over O_DIRECT reads", [ratio], "ratio", at_least=0.9)
             rates = [result["bytes_per_s"] / GIB for result in warm]
-            others = [result["bytes_per_s"] / GIB for result in files]
-            self.report.figure("page cache to arena", rates, "GiB/s")
-            self.report.figure("safetensors load_file to GPU", others, "GiB/s")
-            ratio = statistics.median(rates) / statistics.median(others)
+            plain = [result["bytes_per_s"] / GIB for result in files]
+            self.report.figure("page cache to arena, hashed", rates, "GiB/s")
+            self.report.figure("safetensors load_file to GPU", plain, "GiB/s")
+            ratio = statistics.median(rates) / statistics.median(plain)
             self.report.figure("page cache to arena over load_file", [ratio], "ratio", at_least=1.5, aim=3)
             return found
         finally:
@@ -194,11 +197,11 @@ class Benchmark:
     def _shape(self, shape: models.Shape) -> models.Shape:
         return shape if self.on_gpu else models.tiny()
 
-    def _publish(self, shape: models.Shape) -> dict[str, Any]:
+    def _publish(self, shape: models.Shape, expandable: bool = False) -> dict[str, Any]:
         memory: dict[str, int] = {}
         if self.on_gpu:
             with gpu_memory_peak(memory):
-                found = call(roles.publish, shape, self.where, timeout_s=300)
+                found = call(roles.publish, shape, self.where, "end", expandable, timeout_s=300)
         else:
             found = call(roles.publish, shape, self.where)
         if found["differing"] or not found["generation"]:
@@ -208,17 +211,20 @@ class Benchmark:
             above = (memory["peak"] - memory["before"] - found["model_bytes"]) / GIB
             loader = (found["torch_bytes"] - found["model_bytes"]) / GIB
             note = f"{gib:.1f} GiB in {found['tensors']} tensors, CUDA context included"
+            note += ", expandable segments" if expandable else ""
             self.report.figure(f"publish {shape.name}: peak above the weights ({note})", [above], "GiB", must=4)
             self.report.figure("  of it torch's own, from loading: memory reserved above the weights", [loader], "GiB")
             self.report.figure(f"publish {shape.name}: time", [found["phases"]["publish"]], "s")
         return {**found, "memory": memory}
 
-    def _attaches(self, shape: models.Shape, work: str, runs: int | None = None, **bounds: float) -> None:
+    def _attaches(
+        self, shape: models.Shape, work: str, runs: int | None = None, end: str = "check", **bounds: float
+    ) -> None:
         runs = runs or self.runs
         clients = Clients(runs, self.where)
         try:
-            ends = ["check", *["end"] * (runs - 1)]
-            results = [clients.call(roles.attach, shape, self.where, end) for end in ends]
+            ends = [end, *["end"] * (runs - 1)]
+            results = [clients.call(roles.attach, shape, self.where, each) for each in ends]
         finally:
             clients.close()
         if results[0]["differing"]:
@@ -228,6 +234,92 @@ class Benchmark:
         self.report.figure(f"  load_weights, skeleton included: {work}", whole, "s")
         for part in results[0]["phases"]:
             self.report.figure(f"    {part}", [result["phases"][part] for result in results], "s")
+        if self.on_gpu:
+            for mark, pick in (("launch", 0), ("launch", -1), ("wait", -1), ("verified", -1)):
+                which = {("launch", 0): "first ", ("launch", -1): "last "}.get((mark, pick), "")
+                self.report.figure(f"    until {which}{mark}", [it["marks"][mark][pick] for it in results], "s")
+
+    def _variants(self, shape: models.Shape) -> dict[str, Any]:
+        """The same attach done otherwise, in turn: what verifying ahead is worth, and what verifying costs."""
+        ways: dict[str, tuple[float, int | None]] = {
+            "verified once everything is mapped": (1.0, 1 << 20),
+            "verified from the second chunk on": (1.0, 2),
+            "verified from the eighth chunk on": (1.0, 8),
+            "a tenth verified": (0.1, None),
+            "not verified": (0.0, None),
+        }
+        count = 4 if self.on_gpu else 1
+        clients = Clients(count * len(ways), self.where)
+        found: dict[str, list[float]] = {}
+        try:
+            for _ in range(count):
+                for name, (share, first) in ways.items():
+                    result = clients.call(roles.attach, shape, self.where, "end", share, first)
+                    found.setdefault(name, []).append(result["attach_s"])
+        finally:
+            clients.close()
+        for name, seconds in found.items():
+            self.report.figure(f"  attach {shape.name}, {name}", seconds, "s")
+        return found
+
+    def _watch(self, shape: models.Shape) -> dict[str, Any]:
+        """NVML's watcher on this GPU, and what it makes of an engine that writes into its weights."""
+        watcher = Process(watching.watch)
+        watcher.answer()
+        culprit = Process(roles.write_into, shape, self.where)
+        written = culprit.answer()
+        culprit.end()
+        found = watcher.answer()
+        watcher.end()
+        found["writer"] = written
+        if found["xids"] != [31] or found["findings"] or not found["still_watched"]:
+            raise AssertionError(f"the watcher made something else of a program's own fault: {found}")
+        return dict(found)
+
+    def _serving(self, fp8: bool) -> dict[str, Any]:
+        """The reference engine: from disk, published, killed and mapped; the same answers each time."""
+        kind = "block-wise FP8" if fp8 else "bf16"
+        folder = Path(tempfile.mkdtemp(prefix="readmit-serving-"))
+        model = folder / "model"
+        try:
+            found = call(serving.make_checkpoint, model, 8 if self.on_gpu else 2, fp8, self.where)
+            answers = {}
+            for name, mode, *options in (
+                ("off", "off"),
+                ("miss", "client"),
+                ("hit", "client"),
+                *((("hit, eager", "client", "--eager"),) if self.on_gpu else ()),
+            ):
+                engine_ = serving.Engine(
+                    model, mode, self.where, folder / f"{name.replace(', ', '-')}.sqlite3", *options
+                )
+                try:
+                    answers[name] = engine_.answer()
+                finally:
+                    answers.setdefault(name, {})["kill_s"] = engine_.kill()
+                told = answers[name]
+                self.report.figure(f"engine, {kind}, {name}: start to first answer", [told["first_answer_s"]], "s")
+                self.report.figure(f"  a token, HTTP included: {kind}, {name}", [told["s_a_token"]], "s")
+                for phase in ("load_weights", "kernel_warmup", "cache_alloc", "graph_capture"):
+                    if phase in told["phases"]:
+                        self.report.figure(f"    {phase}: {kind}, {name}", [told["phases"][phase]], "s")
+            if self.on_gpu:
+                speed = found["speed"] = call(serving.decode_speed, model, self.where)
+                work = f"captured decoding step on mapped over ordinary memory, {kind}"
+                self.report.figure(work, [speed["ratio"]], "ratio", must=1.01)
+            found["engines"] = answers
+            self._release()
+            results = [answers[name]["lookup"]["result"] for name in ("off", "miss", "hit")]
+            tokens = {tuple(answer["tokens"]) for answer in answers.values()}
+            if (
+                results != ["off", "miss", "hit"]
+                or len(tokens) != 1
+                or not all(it["same_again"] for it in answers.values())
+            ):
+                raise AssertionError(f"{results}, {len(tokens)} different answers: {found}")
+            return found
+        finally:
+            disk.remove(folder)
 
     def _kernel_cold(self, shape: models.Shape) -> None:
         """The first attach on a node where nobody has compiled the digest's kernel."""
@@ -302,36 +394,38 @@ class Benchmark:
         return {"before": before, "after": used_bytes()}
 
     def _legacy(self, shape: models.Shape, tensors: str) -> dict[str, Any]:
-        holder = Process(legacy.holder, shape)
-        holder.answer(300)
-        results, exports = [], []
-        clients = Clients(4, self.where)
-        try:
-            for _ in range(4):
-                holder.tell("export")
-                seconds, payload = holder.answer()
-                exports.append(seconds)
-                results.append(clients.call(legacy.client, shape, payload))
-        finally:
-            clients.close()
-        holder.kill()
+        runs = self.runs if tensors == "2,000" else 4
+        clients = Clients(runs, self.where)
+        with tempfile.TemporaryDirectory() as folder:
+            holder = Process(legacy.holder, shape, f"{folder}/socket")
+            try:
+                holder.answer(300)
+                results = [clients.call(legacy.client, shape, f"{folder}/socket") for _ in range(runs)]
+            finally:
+                clients.close()
+                holder.kill()
+        exports, wholes = ([result[part] for result in results] for part in ("export", "whole"))
         totals = [result["total"] for result in results]
         self.report.figure(f"CUDA IPC, one handle a tensor, {tensors} tensors: client", totals, "s")
         self.report.figure(f"  export by the holder, {tensors} tensors", exports, "s")
+        self.report.figure(f"CUDA IPC, {tensors} tensors: from asking for the handles to bound", wholes, "s")
         ours = [row for row in self.report.rows if row["work"] == f"attach 96 GiB, {tensors} tensors"]
         if ours:
-            client, export = statistics.median(totals), statistics.median(exports)
+            client, whole = statistics.median(totals), statistics.median(wholes)
             work = f"faster than CUDA IPC a tensor, {tensors} tensors"
-            self.report.figure(f"{work}: its client alone", [client / ours[0]["median"]], "times", at_least=4, aim=8)
+            self.report.figure(f"{work}: its client alone", [client / ours[0]["median"]], "times")
             self.report.figure(
-                f"{work}: with the export it waits for", [(client + export) / ours[0]["median"]], "times"
+                f"{work}: both from asking to bound", [whole / ours[0]["median"]], "times", at_least=4, aim=8
             )
-        return {"clients": results, "exports": exports}
+        return {"clients": results}
 
     def run(self, only: list[str], limit_s: float) -> None:
-        parts = ["fused", "llama", "unfused"]
+        parts = ["fused", "serving_bf16", "serving_fp8"]
         if self.on_gpu:
-            parts += ["legacy_fused", "legacy_unfused", "engine", "sizes", "disk"]
+            parts[1:1] = ["legacy_fused", "llama", "from_files"]
+            parts += ["disk", "expandable", "unfused", "legacy_unfused", "engine", "sizes"]
+        else:
+            parts += ["llama", "unfused"]
         with self.node:
             for name in parts:
                 if not only or name in only:
@@ -357,6 +451,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="leave out restarts, teardown and a never compiled kernel")
     parser.add_argument("--limit-s", type=float, default=420.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()

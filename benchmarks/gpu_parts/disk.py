@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from gpu_parts.processes import Talk, cuda_context
-from weightcache.arena import align
+from weightcache.arena import cuda_checkpoint
 from weightcache.arena.cuda_driver import nvidia
-from weightcache.arena.cuda_fill import BLOCK_BYTES, THREADS, Piece, fill
-from weightcache.arena.cuda_vmm import CudaVmmWriter
+from weightcache.arena.cuda_fill import BLOCK_BYTES, THREADS
 from weightcache.checkpoint import Checkpoint
 from weightcache.starting_state import page_cache_fraction
 
@@ -96,23 +95,15 @@ def direct_reads(talk: Talk, folder: Path) -> float:
 
 
 def into_arena(talk: Talk, folder: Path, direct: bool | None, check: bool) -> dict[str, Any]:
-    """Bytes a second from files to a sealed arena; with ``check``, compared with what `safetensors` reads."""
-    where = torch.device("cuda", 0)
-    cuda_context(where)
+    """Bytes a second from files to a sealed arena, hashed; with ``check``, compared with what `safetensors` reads."""
+    cuda_context(torch.device("cuda", 0))
     nvidia()
     began = time.perf_counter()
     checkpoint = Checkpoint.open(folder)
-    pieces, offsets, end = [], {}, 0
-    for name, info in checkpoint.tensors.items():
-        offsets[name] = end
-        pieces.append(Piece(folder / info.file, info.begin, info.nbytes, end))
-        end = align(end + info.nbytes)
-    writer = CudaVmmWriter(end, 0)
-    room = writer.room()
-    ready = time.perf_counter()
-    read = fill(room, pieces, direct=direct)
+    opened = time.perf_counter()
+    resident = cuda_checkpoint.load(checkpoint, 0, direct=direct)
     filled = time.perf_counter()
-    descriptors = writer.seal()
+    descriptors = resident.arena.seal()
     done = time.perf_counter()
     wrong = []
     if check:
@@ -120,23 +111,61 @@ def into_arena(talk: Talk, folder: Path, direct: bool | None, check: bool) -> di
 
         for file in sorted(folder.glob("*.safetensors")):
             for name, tensor in load_file(file).items():
-                flat = tensor.view(-1).view(torch.uint8)
-                mine = room[offsets[name] : offsets[name] + flat.numel()]
-                if not torch.equal(mine.cpu(), flat):
+                if not torch.equal(resident.tensors[name].cpu(), tensor):
                     wrong.append(name)
     for descriptor in descriptors:
         os.close(descriptor)
     total = checkpoint.total_bytes
     return {
         "bytes": total,
-        "read_bytes": read,
+        "read_bytes": resident.read,
         "wrong": wrong,
-        "prepare_s": ready - began,
-        "fill_s": filled - ready,
+        "prepare_s": opened - began,
+        "fill_s": filled - opened,
         "total_s": done - began,
         "bytes_per_s": total / (done - began),
         "page_cache_after": float(page_cache_fraction(sorted(folder.glob("*.safetensors")))),
     }
+
+
+def fastsafetensors(talk: Talk, folder: Path, threads: int = THREADS) -> dict[str, Any]:
+    """Bytes a second of fastsafetensors (no GPUDirect Storage here), to torch's memory, unhashed."""
+    from fastsafetensors import SafeTensorsFileLoader
+
+    where = torch.device("cuda", 0)
+    cuda_context(where)
+    files = [str(file) for file in sorted(folder.glob("*.safetensors"))]
+    began = time.perf_counter()
+    loader = SafeTensorsFileLoader(None, "cuda:0", nogds=True, max_threads=threads)
+    loader.add_filenames({0: files})
+    buffers = loader.copy_files_to_device()
+    tensors = {name: buffers.get_tensor(name) for name in loader.get_keys()}
+    torch.cuda.synchronize()
+    return _other(tensors, began)
+
+
+def runai_streamer(talk: Talk, folder: Path, threads: int = THREADS) -> dict[str, Any]:
+    """Bytes a second of runai-model-streamer, to torch's memory, unhashed."""
+    os.environ["RUNAI_STREAMER_CONCURRENCY"] = str(threads)
+    from runai_model_streamer import SafetensorsStreamer
+
+    where = torch.device("cuda", 0)
+    cuda_context(where)
+    files = [str(file) for file in sorted(folder.glob("*.safetensors"))]
+    began = time.perf_counter()
+    tensors = {}
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files)
+        for name, tensor in streamer.get_tensors():
+            tensors[name] = tensor.to(where)
+    torch.cuda.synchronize()
+    return _other(tensors, began)
+
+
+def _other(tensors: dict[str, torch.Tensor], began: float) -> dict[str, Any]:
+    seconds = time.perf_counter() - began
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return {"bytes": total, "seconds": seconds, "bytes_per_s": total / seconds}
 
 
 def load_file(talk: Talk, folder: Path) -> dict[str, Any]:

@@ -5,6 +5,8 @@ reducers; the client rebuilds each tensor and assigns it by a dictionary look-up
 """
 
 import pickle
+import socket
+import struct
 import time
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,27 +19,38 @@ from gpu_parts import models
 from gpu_parts.processes import Talk, cuda_context
 
 
-def holder(talk: Talk, shape: models.Shape) -> None:
-    """Own the weights; for every request export them anew, since torch's handles may be opened once."""
+def holder(talk: Talk, shape: models.Shape, path: str) -> None:
+    """Own the weights; for every connection export them anew, since torch's handles may be opened once."""
     where = torch.device("cuda", 0)
     cuda_context(where)
     model = models.skeleton(shape)
     models.fill(model, where)
     torch.cuda.synchronize()
-    talk.send("loaded")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    while talk.recv() == "export":
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    talk.send("loaded")
+    while True:
+        connection, _ = listener.accept()
         began = time.perf_counter()
         payload = bytes(
             ForkingPickler.dumps({name: reduce_tensor(tensor.detach()) for name, tensor in tensors.items()})
         )
-        talk.send((time.perf_counter() - began, payload))
+        connection.sendall(struct.pack("Qd", len(payload), time.perf_counter() - began) + payload)
+        connection.close()
 
 
-def client(talk: Talk | None, shape: models.Shape, payload: bytes) -> dict[str, Any]:
-    """Open every handle and put every tensor in place."""
+def client(talk: Talk | None, shape: models.Shape, path: str) -> dict[str, Any]:
+    """Ask for the handles, open every one and put every tensor in place."""
     cuda_context(torch.device("cuda", 0))
     model = models.skeleton(shape)
+    asked = time.perf_counter()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        stream = connection.makefile("rb")
+        size, export = struct.unpack("Qd", stream.read(16))
+        payload = stream.read(size)
     began = time.perf_counter()
     handles = pickle.loads(payload)  # our own holder's
     read = time.perf_counter()
@@ -53,4 +66,12 @@ def client(talk: Talk | None, shape: models.Shape, payload: bytes) -> dict[str, 
             module._buffers[leaf] = tensor.clone()
     torch.cuda.synchronize()
     done = time.perf_counter()
-    return {"unpickle": read - began, "open": mapped - read, "bind": done - mapped, "total": done - began}
+    return {
+        "export": export,
+        "wait": began - asked,
+        "unpickle": read - began,
+        "open": mapped - read,
+        "bind": done - mapped,
+        "total": done - began,
+        "whole": done - asked,
+    }

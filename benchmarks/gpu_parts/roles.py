@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_parts import models
+from gpu_parts import models, sparse
 from gpu_parts.processes import Talk, cuda_context
 from weightcache import client, messages
 from weightcache.arena import kinds
-from weightcache.attachment import Verification
+from weightcache.attachment import Loaded, Verification
+from weightcache.checkpoint import Checkpoint
 from weightcache.manifest import read
 from weightcache.protocol import Connection
 from weightcache.vocabulary import MISS_REASONS
@@ -20,11 +21,16 @@ from weightcache.vocabulary import MISS_REASONS
 NO_FALLBACK = dict.fromkeys(MISS_REASONS, "fail")
 
 
-def publish(talk: Talk, shape: models.Shape, where: torch.device, then: str = "end") -> dict[str, Any]:
+def publish(
+    talk: Talk, shape: models.Shape, where: torch.device, then: str = "end", expandable: bool = False
+) -> dict[str, Any]:
     """Load a model as after a miss, publish it, and check what it ended up on.
 
+    ``expandable``: have torch's allocator grow its segments page by page (``PYTORCH_CUDA_ALLOC_CONF``).
     ``then``: ``end``, ``hold`` until told anything, or ``stop`` before the filled arena is handed over, until told.
     """
+    if expandable:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     context = cuda_context(where)
     model = models.skeleton(shape)
     loaded: dict[str, Any] = {}
@@ -64,6 +70,41 @@ def publish(talk: Talk, shape: models.Shape, where: torch.device, then: str = "e
     return result
 
 
+def publish_from_files(talk: Talk, shape: models.Shape, where: torch.device, folder: Path) -> dict[str, Any]:
+    """Read a checkpoint straight into an arena as after a miss, publish it, and check what it ended up on."""
+    from weightcache.arena import cuda_checkpoint
+
+    cuda_context(where)
+    model = models.skeleton(shape)
+    read: dict[str, Any] = {}
+
+    def load(progress: Any) -> Loaded:
+        began = time.perf_counter()
+        checkpoint = Checkpoint.open(folder)
+        read["preflight_s"] = time.perf_counter() - began
+        resident = cuda_checkpoint.load(checkpoint, where.index, None, progress)
+        read["read_s"] = time.perf_counter() - began - read["preflight_s"]
+        sparse.place(model, resident.tensors, where)
+        return Loaded(None, resident.arena)
+
+    began = time.perf_counter()
+    outcome = client.attach(model, models.config(shape, where), load=load, load_bytes=1, device=where.index)
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": seconds,
+        "path": outcome.path,
+        "reason": outcome.reason,
+        "generation": outcome.generation,
+        "private_because": outcome.private_because,
+        "phases": outcome.phases,
+        "bytes": outcome.bytes,
+        "tensors": models.count(model),
+        "model_bytes": models.size(model),
+        "torch_bytes": torch.cuda.memory_reserved() if where.type == "cuda" else 0,
+        **read,
+    }
+
+
 def _stop_before_seal(talk: Talk) -> None:
     from weightcache import publish as publishing
 
@@ -78,13 +119,20 @@ def _stop_before_seal(talk: Talk) -> None:
 
 
 def attach(
-    talk: Talk | None, shape: models.Shape, where: torch.device, then: str = "end", verify: float | None = None
+    talk: Talk | None,
+    shape: models.Shape,
+    where: torch.device,
+    then: str = "end",
+    verify: float | None = None,
+    first_chunks: int | None = None,
 ) -> dict[str, Any]:
     """Attach as a fresh engine would, after its imports and its CUDA context.
 
-    ``then``: ``end``; ``hold`` until told anything; ``check`` every byte and end.
+    ``then``: ``end``; ``hold`` until told anything; ``check`` every byte and end; ``check sparse`` likewise.
+    ``first_chunks``: mapped before the GPU begins to verify, in place of the usual number.
     """
     context = cuda_context(where)
+    marks = _Marks(first_chunks) if where.type == "cuda" else None
     gc.collect()
     began = time.perf_counter()
     model = models.skeleton(shape)
@@ -102,15 +150,44 @@ def attach(
         "phases": outcome.phases,
         "generation": outcome.generation,
         "bytes": outcome.bytes,
+        "marks": marks.since(built) if marks else {},
     }
-    if then == "check":
-        result["differing"] = models.differing(model)
+    if then.startswith("check"):
+        result["differing"] = models.differing(model) if then == "check" else sparse.differing(model)
     if then == "hold":
         assert talk is not None
         talk.send(result)
         talk.recv()
         result["differing"] = models.differing(model)
     return result
+
+
+class _Marks:
+    """When, in an attach, the GPU was given something to verify, and from when its process did nothing but wait."""
+
+    def __init__(self, first_chunks: int | None) -> None:
+        from weightcache.arena import cuda_digest, cuda_vmm
+
+        if first_chunks is not None:
+            cuda_vmm.FIRST_CHUNKS = first_chunks  # type: ignore[misc]
+        self._times: dict[str, list[float]] = {"launch": [], "wait": [], "verified": []}
+        launch, collect = cuda_digest.Kernel.launch, cuda_digest.Sums.collect
+
+        def marked_launch(*arguments: Any) -> None:
+            self._times["launch"].append(time.perf_counter())
+            launch(*arguments)
+
+        def marked_collect(*arguments: Any) -> bytes:
+            self._times["wait"].append(time.perf_counter())
+            found = collect(*arguments)
+            self._times["verified"].append(time.perf_counter())
+            return found
+
+        cuda_digest.Kernel.launch = marked_launch  # type: ignore[method-assign]
+        cuda_digest.Sums.collect = marked_collect  # type: ignore[method-assign]
+
+    def since(self, start: float) -> dict[str, list[float]]:
+        return {name: [moment - start for moment in moments] for name, moments in self._times.items()}
 
 
 def verify_again(talk: Talk, shape: models.Shape, where: torch.device, socket: Path, times: int = 7) -> dict[str, Any]:

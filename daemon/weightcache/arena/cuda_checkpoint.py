@@ -33,6 +33,8 @@ def load(
     names: Collection[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     driver: Driver | None = None,
+    *,
+    direct: bool | None = None,
 ) -> Resident:
     """Read every tensor of a checkpoint. Sets ``checkpoint.digest``.
 
@@ -42,6 +44,7 @@ def load(
         names: the tensors that go to the arena; the others go to host memory. All of them if None.
         progress: told bytes done and bytes in all.
         driver: this process's own if None.
+        direct: read around the page cache; if None, each file that is mostly not in it.
 
     Raises:
         CheckpointError: ``changed``, ``truncated`` or ``unreadable``.
@@ -66,7 +69,9 @@ def load(
         read, digests = 0, dict[str, bytes]()
         for target, where in ((arena.room(), offsets), (host, host_offsets)):
             full = {name: into for name, into in where.items() if checkpoint.tensors[name].nbytes}
-            filled = fill(target, [_piece(checkpoint, name, into) for name, into in full.items()], done=advance)
+            filled = fill(
+                target, [_piece(checkpoint, name, into) for name, into in full.items()], direct=direct, done=advance
+            )
             read += filled.read
             digests |= {name: filled.digests[into] for name, into in full.items()}
         _require_unchanged(checkpoint)
