@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tests.readmit.gate.harness import Damage, ReferenceEngine, ending, probe_file
+from tests.readmit.gate.harness import Damage, ReferenceEngine, ending, probe_file, until
+from tests.readmit.gate.nodes import Node
 
 from readmit import demo_model
 
@@ -27,6 +28,18 @@ def engines(model: Path) -> Iterator[tuple[ReferenceEngine, ReferenceEngine]]:
     pair = ReferenceEngine(model), ReferenceEngine(model)
     with ending(*pair):
         yield pair[0].until_serving(), pair[1].until_serving()
+
+
+@pytest.fixture(scope="session")
+def pair(model: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A node with two slots on the same resident weights, both ready."""
+    node = Node(model, golden, tmp_path_factory.mktemp("pair"), "--hang-limit", "5", cached=True, slots=("a", "b"))
+    with ending(node):
+        node.until_ready()
+        for slot in ("a", "b"):
+            node.until_state(slot, "ready")
+        until(lambda: not node.replay().open_episodes, "the first starts to be over")
+        yield node
 
 
 @pytest.fixture(scope="session")

@@ -1,85 +1,15 @@
 """A whole node: the real keeper, with the gate and an engine below it."""
 
-import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from tests.readmit.gate.harness import Child, Damage, History, ending, free_port, until
-
-from weightcache.episodes import Episode, Replay
-from weightcache.keeper.control import ask
-
-ASK = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
-
-
-class Node(Child):
-    """A keeper with a gate and one engine, and a weight cache where the engine is to use one."""
-
-    def __init__(self, model: Path, golden: Path, folder: Path, *options: str, cached: bool = False) -> None:
-        self.runtime_dir = folder / "run"
-        self.gate_url = f"http://127.0.0.1:{free_port()}"
-        engine_url = f"http://127.0.0.1:{free_port()}"
-        journal = folder / "journal.sqlite3"
-        gate = [
-            *(sys.executable, "-m", "readmit.gate", "--listen", self.gate_url.removeprefix("http://")),
-            *("--slot", f"a={engine_url}", "--probes", str(golden), "--runtime-dir", str(self.runtime_dir)),
-            *("--verify-interval", "0.2", "--drain-notice", "0", *options),
-        ]
-        engine = [sys.executable, "-m", "readmit.engine", str(model), "--port", engine_url.rpartition(":")[2]]
-        daemon = [sys.executable, "-m", "weightcache.daemon", "--metrics", f"127.0.0.1:{free_port()}"]
-        if cached:
-            gate += ["--cache-socket", str(self.runtime_dir / "cache.sock")]
-            engine += ["--weight-cache", "client"]
-        spec = folder / "keeper.json"
-        children: list[dict[str, object]] = [
-            *([{"name": "daemon", "role": "daemon", "argv": daemon}] if cached else []),
-            {"name": "gate", "role": "gate", "argv": gate},
-            {"name": "a", "role": "engine", "argv": engine, "stop_s": 2.0},
-        ]
-        content = {
-            "node": "node",
-            "runtime_dir": str(self.runtime_dir),
-            "state_dir": str(folder / "state"),
-            "journal": str(journal),
-            "children": children,
-        }
-        spec.write_text(json.dumps(content))
-        for name in ("run", "state"):
-            (folder / name).mkdir(mode=0o700)
-        super().__init__([sys.executable, "-m", "weightcache.keeper", str(spec)])
-        self.history = History(journal)
-
-    def child(self, name: str) -> dict[str, Any]:
-        children = ask(self.runtime_dir, {"status": True})["children"]
-        return next(child for child in children if child["name"] == name)
-
-    @property
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.gate_url}/readyz", timeout=60).status_code == 200
-        except httpx.ConnectError:
-            return False
-
-    def until_ready(self) -> None:
-        until(lambda: self.ready, f"the gate to open; the keeper says: {self.output}")
-
-    def replay(self) -> Replay:
-        replay = Replay()
-        replay.catch_up(self.history.journal)
-        return replay
-
-    def closed(self, cause: str) -> list[Episode]:
-        return [it for it in self.replay().episodes if it.cause == cause and not it.is_open]
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        return super().end(signal.SIGTERM)
+from tests.readmit.gate.harness import Damage, ending, until
+from tests.readmit.gate.nodes import ASK, Node
 
 
 @pytest.fixture

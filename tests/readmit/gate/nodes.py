@@ -1,0 +1,119 @@
+"""A whole node for the gate's tests: the real keeper, with the gate and engines below it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.readmit.gate.harness import Child, History, free_port, until
+
+from weightcache.episodes import Episode, Replay
+from weightcache.keeper.control import ask
+
+ASK = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+
+
+class Node(Child):
+    """A keeper with a gate and engines, and a weight cache where they are to use one."""
+
+    def __init__(
+        self,
+        model: Path,
+        golden: Path,
+        folder: Path,
+        *options: str,
+        cached: bool = False,
+        slots: Sequence[str] = ("a",),
+    ) -> None:
+        self.model = model
+        self.runtime_dir = folder / "run"
+        self.gate_url = f"http://127.0.0.1:{free_port()}"
+        urls = {slot: f"http://127.0.0.1:{free_port()}" for slot in slots}
+        journal = folder / "journal.sqlite3"
+        gate = [
+            *(sys.executable, "-m", "readmit.gate", "--listen", self.gate_url.removeprefix("http://")),
+            *(word for slot, url in urls.items() for word in ("--slot", f"{slot}={url}")),
+            *("--probes", str(golden), "--runtime-dir", str(self.runtime_dir)),
+            *("--verify-interval", "0.2", "--drain-notice", "0", *options),
+        ]
+        engine = [sys.executable, "-m", "readmit.engine", str(model)]
+        daemon = [sys.executable, "-m", "weightcache.daemon", "--metrics", f"127.0.0.1:{free_port()}"]
+        if cached:
+            gate += ["--cache-socket", str(self.runtime_dir / "cache.sock")]
+            engine += ["--weight-cache", "client"]
+        spec = folder / "keeper.json"
+        children: list[dict[str, Any]] = [
+            *([{"name": "daemon", "role": "daemon", "argv": daemon}] if cached else []),
+            {"name": "gate", "role": "gate", "argv": gate},
+            *(
+                {"name": slot, "role": "engine", "argv": [*engine, "--port", url.rpartition(":")[2]], "stop_s": 2.0}
+                for slot, url in urls.items()
+            ),
+        ]
+        content = {
+            "node": "node",
+            "runtime_dir": str(self.runtime_dir),
+            "state_dir": str(folder / "state"),
+            "journal": str(journal),
+            "children": children,
+        }
+        spec.write_text(json.dumps(content))
+        for name in ("run", "state"):
+            (folder / name).mkdir(mode=0o700)
+        super().__init__([sys.executable, "-m", "weightcache.keeper", str(spec)])
+        self.history = History(journal)
+
+    def child(self, name: str) -> dict[str, Any]:
+        children = ask(self.runtime_dir, {"status": True})["children"]
+        return next(child for child in children if child["name"] == name)
+
+    @property
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.gate_url}/readyz", timeout=60).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    def until_ready(self) -> None:
+        until(lambda: self.ready, f"the gate to open; the keeper says: {self.output}")
+
+    def status(self) -> dict[str, Any]:
+        facts: dict[str, Any] = httpx.get(f"{self.gate_url}/api/status", timeout=60).json()
+        return facts
+
+    def slot(self, name: str) -> dict[str, Any]:
+        return next(slot for slot in self.status()["slots"] if slot["slot"] == name)
+
+    def until_state(self, name: str, state: str) -> dict[str, Any]:
+        def reached() -> dict[str, Any] | None:
+            slot = self.slot(name)
+            return slot if slot["state"] == state else None
+
+        return until(reached, f"slot {name} to be {state}; the keeper says: {self.output}")
+
+    def metric(self, sample: str) -> float:
+        text = httpx.get(f"{self.gate_url}/metrics", timeout=60).text
+        (value,) = (line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"{sample} "))
+        return float(value)
+
+    def readmit(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on this node."""
+        env = {**os.environ, "READMIT_RUNTIME": str(self.runtime_dir), "READMIT_JOURNAL": str(self.history.path)}
+        command = [sys.executable, "-m", "readmit.cli", *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    def replay(self) -> Replay:
+        replay = Replay()
+        replay.catch_up(self.history.journal)
+        return replay
+
+    def closed(self, cause: str) -> list[Episode]:
+        return [it for it in self.replay().episodes if it.cause == cause and not it.is_open]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        return super().end(signal.SIGTERM)
