@@ -33,13 +33,16 @@ from weightcache.process import Process, Stat
 from weightcache.recollection import recall
 from weightcache.registry import Registry
 from weightcache.residency import Residency
-from weightcache.sdnotify import Notifier, listen_fds
+from weightcache.sdnotify import STORE_MAX, Notifier, listen_fds
 from weightcache.server import BACKLOG, Server
 from weightcache.slo import KEPT_DAYS, Objectives
 from weightcache.telemetry import Telemetry
 
 _TELEMETRY_EVERY_S: Final = 0.2
 _AFTER_FAULT_S: Final = 30
+_ALIVE_EVERY_S: Final = 1.0
+_MANY: Final = 0.75
+"""This part of a limit of descriptors is worth a warning."""
 _log: Final = logging.getLogger("weightcache.daemon")
 
 
@@ -125,6 +128,26 @@ async def _keep_telemetry(telemetry: Telemetry) -> None:
         await asyncio.sleep(_TELEMETRY_EVERY_S)
 
 
+async def _keep_alive(notifier: Notifier) -> None:
+    while True:
+        notifier.alive()
+        await asyncio.sleep(_ALIVE_EVERY_S)
+
+
+def count_descriptors(handed: int) -> None:
+    """Say how many descriptors are open and were handed over, and that they are many before they are too many."""
+    counts = (
+        (len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0], "open", "LimitNOFILE"),
+        (handed, int(os.environ.get("FDSTORE") or STORE_MAX), "in keeping", "FileDescriptorStoreMax"),
+    )
+    for count, limit, what, setting in counts:
+        if count > _MANY * limit:
+            advice = f"beyond {limit} no weights can be taken in; raise {setting} (systemd), or use larger chunks"
+            _log.warning("%d descriptors are %s: %s", count, what, advice)
+        else:
+            _log.info("%d of %d descriptors are %s", count, limit, what)
+
+
 class _Handed(NamedTuple):
     """What the keeper kept for this daemon, by kind."""
 
@@ -187,6 +210,7 @@ async def run(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock(path))
         _raise_descriptor_limit()
+        count_descriptors(len(handed))
         journal = Journal(options.journal or paths.journal_path(), checkpoints=True)
         stack.callback(journal.close)
         registry = Registry(options.capacity)
@@ -239,7 +263,8 @@ async def _serve(
     _journal_start(residency, began)
     _watch_gpus(residency, loop, stop_watching)
     telemetry, forecast = watching
-    keeping = [asyncio.create_task(_keep_telemetry(telemetry)), asyncio.create_task(forecast.keep())]
+    tasks = (_keep_alive(deposit.notifier), _keep_telemetry(telemetry), forecast.keep())
+    keeping = [asyncio.create_task(task) for task in tasks]
     try:
         await stop.wait()
     finally:

@@ -18,7 +18,7 @@ _LOSER_LIMIT_S: Final = 5.0
 """How long another daemon, which won the name, may take to answer after ours has ended."""
 _PAUSE_S: Final = 0.02
 _NOT_THE_DAEMONS: Final = (
-    *("NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"),
+    *("NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC"),
     *("READMIT_SLOT", "READMIT_EPISODE", "READMIT_ATTEMPT", "READMIT_RANK", "TRACEPARENT"),
 )
 """What the engine's environment says of the engine: its keeper is not the daemon's."""

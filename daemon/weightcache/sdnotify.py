@@ -5,6 +5,7 @@ of sd_notify(3), sd_pid_notify_with_fds(3), sd_notify_barrier(3) and sd_listen_f
 """
 
 import array
+import math
 import os
 import select
 import socket
@@ -18,6 +19,8 @@ from weightcache.errors import ConfigError
 LISTEN_FDS_START: Final = 3
 FDS_PER_MESSAGE: Final = 253
 """SCM_MAX_FD of the kernel: it refuses a message with more descriptors."""
+STORE_MAX: Final = 4096
+"""Descriptors that our keeper stores for a child; the unit file sets FileDescriptorStoreMax to the same."""
 SEND_LIMIT_S: Final = 5.0
 """How long a send waits for room in the manager's queue, which a stopped manager no longer empties."""
 RETRY_S: Final = 0.5
@@ -28,6 +31,7 @@ class Notifier:
 
     Args:
         address: ``NOTIFY_SOCKET``'s value: a path, or ``@name`` in the abstract namespace; None for no manager.
+        watchdog_s: after so many seconds of silence the manager takes the service for dead; None if it does not watch.
 
     What is sent returns whether it reached the manager's queue: False without a manager, or while it is dead. Nothing
     need be sent again: a keeper that comes back asks by SIGHUP for all descriptors.
@@ -36,7 +40,7 @@ class Notifier:
         ConfigError: ``notify_socket``, when the address is of a kind we do not speak.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, watchdog_s: float | None = None) -> None:
         if address and address[0] not in "/@":
             raise ConfigError(
                 "notify_socket",
@@ -46,11 +50,15 @@ class Notifier:
                 remedy="Unset NOTIFY_SOCKET to run without a service manager",
             )
         self._address = "\0" + address[1:] if address and address[0] == "@" else address
+        self._watchdog_s = watchdog_s
+        self._alive_at = -math.inf
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> "Notifier":
         """The manager that ``NOTIFY_SOCKET`` names, or none."""
-        return cls(environ.get("NOTIFY_SOCKET") or None)
+        watched = environ.get("WATCHDOG_PID") in (None, str(os.getpid()))
+        silence_us = environ.get("WATCHDOG_USEC", "") if watched else ""
+        return cls(environ.get("NOTIFY_SOCKET") or None, int(silence_us) / 1e6 if silence_us.isdecimal() else None)
 
     @property
     def active(self) -> bool:
@@ -75,6 +83,15 @@ class Notifier:
     def status(self, text: str) -> bool:
         """Give one line for people."""
         return self._send(f"STATUS={_line(text)}")
+
+    def alive(self) -> bool:
+        """Say that the service's loop turns, to a manager that watches; call it as often as you like."""
+        now = time.monotonic()
+        # Four times as often as must be: a moment without processor time is no death.
+        if self._watchdog_s is None or now - self._alive_at < self._watchdog_s / 4:
+            return False
+        self._alive_at = now
+        return self._send("WATCHDOG=1")
 
     def stopping(self) -> bool:
         """Say that the service is on its way down."""

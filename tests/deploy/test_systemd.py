@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcache.keeper.fdstore import STORE_MAX
+from weightcache.sdnotify import STORE_MAX
 
 UNITS = sorted((Path(__file__).parents[2] / "deploy" / "systemd").glob("*.service"))
 

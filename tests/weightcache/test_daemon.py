@@ -18,6 +18,7 @@ from tests.weightcache.caches import Cache, wait_for
 from tests.weightcache.models import config
 
 from weightcache import messages
+from weightcache.daemon import count_descriptors
 from weightcache.errors import CacheMiss
 
 
@@ -322,6 +323,19 @@ def test_out_of_descriptors_it_waits_for_some_and_does_not_spin(served: Cache) -
         assert _cpu_s(daemon.pid) - before < 1.0
         _limit_descriptors(daemon.pid, 1000)
         assert served.pid() == daemon.pid
+
+
+def test_descriptors_are_counted_against_their_limits_before_they_are_too_many(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level("INFO", "weightcache.daemon"):
+        count_descriptors(3000)
+        assert "3000 of 4096 descriptors are in keeping" in caplog.text
+        count_descriptors(3100)
+        assert "3100 descriptors are in keeping: beyond 4096" in caplog.text
+        monkeypatch.setenv("FDSTORE", "20")
+        count_descriptors(16)
+        assert "16 descriptors are in keeping: beyond 20" in caplog.text
 
 
 def _cpu_s(pid: int) -> float:

@@ -182,3 +182,25 @@ print(any(os.get_inheritable(fd) for _, fd in taken))
     # The shell moves them to 3 and 4; the test's own numbers may be any.
     output = subprocess.run(command, env=environ, pass_fds=files, check=True, capture_output=True, text=True).stdout
     assert output.splitlines() == ["[('first', b'one'), ('second', b'two')] False", "False"]
+
+
+def test_a_manager_that_watches_hears_often_enough_and_not_oftener(
+    manager: Manager, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("weightcache.sdnotify.time.monotonic", lambda: now)
+    environ = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}
+    notifier = Notifier.from_environment(environ)
+    assert [notifier.alive() for _ in range(3)] == [True, False, False]
+    now = 1014.9
+    assert not notifier.alive()
+    now = 1015.1
+    assert notifier.alive()
+    assert [manager.receive() for _ in range(2)] == [(["WATCHDOG=1"], [])] * 2
+
+
+@pytest.mark.parametrize("variables", [{}, {"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": "1"}])
+def test_a_manager_that_watches_nobody_or_somebody_else_hears_nothing(
+    manager: Manager, address: str, variables: dict[str, str]
+) -> None:
+    assert not Notifier.from_environment({"NOTIFY_SOCKET": address, **variables}).alive()

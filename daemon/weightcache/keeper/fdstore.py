@@ -9,8 +9,8 @@ import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
-STORE_MAX: Final = 4096
-"""Descriptors per child; the unit file sets FileDescriptorStoreMax to the same."""
+from weightcache.sdnotify import STORE_MAX
+
 _F_DUPFD_QUERY: Final = 1024 + 3
 """Linux 6.10: whether two descriptors share one open file (include/uapi/linux/fcntl.h)."""
 _SYS_KCMP: Final = {"x86_64": 312, "aarch64": 272}

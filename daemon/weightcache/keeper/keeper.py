@@ -456,6 +456,7 @@ class Keeper:
         raise ValueError(f"there is no {name!r} here, only {', '.join(child.name for child in self.children)}")
 
     def _tick(self) -> None:
+        self._manager.alive()
         for child in self.children:
             child.tick()
         if os.getpid() == 1 or self._residents:

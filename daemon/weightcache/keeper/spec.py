@@ -19,7 +19,7 @@ WINDOW_S: Final = 600.0
 STOP_S: Final = 15.0
 """How long a child may take to end after SIGTERM before its whole session is killed."""
 _OWN_VARIABLES: Final = (
-    *("NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC"),
+    *("NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC", "FDSTORE"),
     *("READMIT_SLOT", "READMIT_EPISODE", "READMIT_ATTEMPT", "READMIT_RANK", "TRACEPARENT"),
 )
 """What the keeper's own environment may say of the keeper; no child inherits it."""

@@ -144,6 +144,7 @@ class GateServer(uvicorn.Server):
         if self._gate.failure is not None:
             log.error("the gate has failed", exc_info=self._gate.failure)
             self.should_exit = True
+        self._notifier.alive()
         status = ", ".join(f"slot {slot.name} {slot.state}" for slot in self._gate.slots)
         if status != self._told:
             self._told = status
