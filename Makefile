@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Programs that tests run for real, by their Debian package names.
-SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager haproxy nginx chromium
+SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager haproxy nginx systemd chromium
 # With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
 CI ?= false
 # Threads of torch in many test processes would otherwise spin against each other.
