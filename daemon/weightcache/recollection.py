@@ -106,7 +106,8 @@ def recall(journal: Journal) -> Recollection:
     try:
         with contextlib.suppress(sqlite3.OperationalError, OSError):  # busy: what waits in spools waits on
             journal.merge_spools()
-        for snapshot in filter(None, map(journal.snapshot, ("base", "latest"))):
+        snapshots = [it for it in map(journal.snapshot, ("latest", "base")) if it is not None]
+        for snapshot in sorted(snapshots, key=lambda it: it.position):
             kept = Recollection()
             with contextlib.suppress(KeyError, TypeError, ValueError):  # telemetry says so
                 kept.restore(snapshot.state["recollection"])

@@ -25,7 +25,9 @@ from weightcache.telemetry.rent import Held
 REMEMBERED_EPISODES: Final = 16
 """Closed episodes kept for events that come late and for links between traces."""
 
-_EPISODE: Final = [it.name for it in dataclasses.fields(Episode) if it.name not in ("attempts", "_marks")]
+_EPISODE: Final = [
+    it.name for it in dataclasses.fields(Episode) if it.name not in ("attempts", "_marks", "_closed_phases")
+]
 _ATTEMPT: Final = [it.name for it in dataclasses.fields(Attempt) if it.name not in ("episode", "lookups")]
 _READINESS: Final = [it.name for it in dataclasses.fields(Readiness)]
 
@@ -35,13 +37,12 @@ class Books:
 
     Args:
         objectives: what is promised.
-        forecast: learns what engines ask for; one of its own if None.
     """
 
-    def __init__(self, objectives: Objectives, forecast: Forecast | None = None) -> None:
+    def __init__(self, objectives: Objectives) -> None:
         self.replay = Replay(keep=REMEMBERED_EPISODES)
         self.accounts = Accounts(objectives)
-        self.forecast = forecast or Forecast(Registry())
+        self.forecast = Forecast(Registry())
         self.recollection = Recollection()
 
     def feed(self, event: Event) -> Change:
@@ -51,6 +52,11 @@ class Books:
         self.forecast.learn(event)
         self.recollection.feed(event)
         return change
+
+    def hand_over(self, forecast: Forecast) -> None:
+        """Have another forecast learn from now on, beginning with what was learned so far."""
+        forecast.recall(self.forecast.asked)
+        self.forecast = forecast
 
     def snapshot(self) -> Snapshot:
         """All of it, as of the latest event."""

@@ -78,7 +78,7 @@ class Telemetry:
         self._health = Health()
         self._objectives = objectives or Objectives()
         self._forecast = forecast
-        self._books = Books(self._objectives, forecast)
+        self._books = Books(self._objectives)
         self._shown = Shown(journal.path.with_name(journal.path.name + ".shown") if journal.path else None)
         self._collector = Collector(
             self._books.replay, self._books.accounts, residents, self._health, self._objectives, forecast, self._shown
@@ -150,6 +150,7 @@ class Telemetry:
             server.server_close()
             thread.join()
             self._server = None
+        self._shown.close()
         self._journal.close()
 
     def _try_to_advance(self) -> str:
@@ -192,19 +193,22 @@ class Telemetry:
                 self._prune()
 
     def _resume(self, last: int) -> None:
-        """Go on from the latest snapshot, else from what is known of pruned events, else from the first event."""
-        books = self._restored("latest", self._forecast) or self._restored("base", self._forecast)
-        self._books = books or Books(self._objectives, self._forecast)
+        """Go on from the snapshot that goes furthest, else from the first event."""
+        # Where little happens the base may go further than the latest: what lies between them may be pruned.
+        found = [books for books in map(self._restored, ("latest", "base")) if books is not None]
+        self._books = max(found, key=lambda books: books.replay.position, default=Books(self._objectives))
+        if self._forecast is not None:
+            self._books.hand_over(self._forecast)
         self._snapshot_position = self._books.replay.position
         self._collector.show(self._books.replay, self._books.accounts)
         self._shown.load(last)
         self._export_missed()
 
-    def _restored(self, name: str, forecast: Forecast | None = None) -> Books | None:
+    def _restored(self, name: str) -> Books | None:
         snapshot = self._journal.snapshot(name)
         if snapshot is None:
             return None
-        books = Books(self._objectives, forecast)
+        books = Books(self._objectives)
         try:
             books.restore(snapshot)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
