@@ -116,7 +116,8 @@ WHERE closed_ns > :since AND phase = 'load_weights' AND path != 'unknown' GROUP 
 """
 _LATEST: Final = """
 SELECT node, slot, phase, p.seconds FROM recoveries r JOIN phase_seconds p USING (node, episode)
-WHERE closed_ns = (SELECT max(closed_ns) FROM recoveries x WHERE x.node = r.node AND x.slot = r.slot)
+WHERE closed_ns = (
+  SELECT max(closed_ns) FROM recoveries x WHERE x.node = r.node AND x.slot = r.slot AND x.path != 'standby')
 """
 _EMPTY_PATHS: Final = tuple(label(path=path) for path in PATHS)
 _RESULTS: Final = (label(result="hit"), label(result="miss"))

@@ -59,9 +59,11 @@ def variables() -> Iterator[tuple[str, str, str, str]]:
                 yield uid, variable["name"], plain(match[1]), match[2]
 
 
-def plain(expr: str, *, span: str = "30d", job: str = ".+", instance: str = ".+", slot: str = ".+") -> str:
+def plain(
+    expr: str, *, span: str = "30d", job: str = ".+", instance: str = ".+", slot: str = ".+", rate_interval: str = "5m"
+) -> str:
     """An expression as Grafana sends it."""
-    values = {"$__rate_interval": "5m", "$__range": span, "$__interval": "1m"}
+    values = {"$__rate_interval": rate_interval, "$__range": span, "$__interval": "1m"}
     values |= {"$job": job, "$instance": instance, "$slot": slot}
     for macro, value in values.items():
         expr = expr.replace(macro, value)

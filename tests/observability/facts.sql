@@ -19,10 +19,10 @@ WITH opened AS (
   FROM e WHERE kind = 'episode_open'
 ), closed AS (
   SELECT node, episode, name AS outcome, at_ns AS closed_ns, min(id) AS closed_id,
-         json_extract(attributes, '$.verified') AS verified
+         json_extract(attributes, '$.verified') AS verified, json_extract(attributes, '$.path') AS told_path
   FROM e WHERE kind = 'episode_close' GROUP BY node, episode
 )
-SELECT o.*, outcome, closed_ns, closed_id, verified, cause IN (SELECT cause FROM planned_causes) AS planned,
+SELECT o.*, outcome, closed_ns, closed_id, verified, told_path, cause IN (SELECT cause FROM planned_causes) AS planned,
        max(told_ns, coalesce(lag(closed_ns) OVER past, 0)) AS fault_ns,
        lag(o.episode) OVER past AS previous, lag(closed_id) OVER past AS previous_closed_id,
        lead(opened_id) OVER past AS next_opened_id
@@ -62,8 +62,8 @@ FROM attempts GROUP BY node, episode, at_ns;
 CREATE INDEX temp.known_by_episode ON known (node, episode, at_ns);
 
 CREATE TEMP TABLE final_paths AS
-  SELECT node, episode,
-         coalesce((SELECT path FROM known k WHERE (k.node, k.episode) = (o.node, o.episode) ORDER BY at_ns DESC LIMIT 1),
+  SELECT node, episode, coalesce(told_path,
+         (SELECT path FROM known k WHERE (k.node, k.episode) = (o.node, o.episode) ORDER BY at_ns DESC LIMIT 1),
                   'unknown') AS path
   FROM episodes o;
 CREATE INDEX temp.final_paths_by_episode ON final_paths (node, episode);
@@ -235,7 +235,7 @@ INSERT INTO moment VALUES (0, 0);
 
 CREATE TEMP VIEW standing AS
   SELECT o.node, o.slot, o.episode, cause, planned, fault_ns, opened_ns, closed_ns <= now_ns AS over, outcome, verified,
-         closed_ns, now_ns, since_ns, previous, coalesce((
+         closed_ns, now_ns, since_ns, previous, coalesce(CASE WHEN closed_ns <= now_ns THEN told_path END, (
            SELECT path FROM known k WHERE k.node = o.node AND k.episode = o.episode AND k.at_ns <= now_ns
            ORDER BY at_ns DESC LIMIT 1), 'unknown') AS path,
          (min(coalesce(closed_ns, now_ns), now_ns) - fault_ns) / 1e9 AS seconds

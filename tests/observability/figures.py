@@ -171,13 +171,14 @@ def smoothed(counter: Callable[[float], dict[str, float]], minutes: int) -> dict
     }
 
 
-def recorded(facts: Facts, what: str, minutes: int) -> dict[str, float]:
-    """The mean of a clock's rates; where the history is shorter, of what there is."""
+def recorded(facts: Facts, what: str, minutes: int, later_s: int = 0) -> dict[str, float]:
+    """The mean of a clock's rates, so many seconds later; where the history is shorter, of what there is."""
     slots_s = facts.one("SELECT min(fault_ns) / 1e9 FROM episodes")[()]
     # A service's clock is there before there are slots.
     there = {"slot": (facts.now_s - slots_s) / 60, "service": (facts.now_s - facts.began_s) / 60}
     means = {
-        clock: smoothed(lambda ago_s: facts.ran(what, ago_s), min(minutes, round(there[clock]))) for clock in there
+        clock: smoothed(lambda ago_s: facts.ran(what, ago_s - later_s), min(minutes, round(there[clock])))
+        for clock in there
     }
     return {clock: mean[clock] for clock, mean in means.items()}
 
@@ -186,8 +187,8 @@ def clocked(values: Mapping[str, float]) -> Found:
     return {label(clock=clock): value for clock, value in values.items()}
 
 
-def unready_share(facts: Facts, minutes: int) -> dict[str, float]:
-    burned, observed = recorded(facts, "burned", minutes), recorded(facts, "observed", minutes)
+def unready_share(facts: Facts, minutes: int, later_s: int = 0) -> dict[str, float]:
+    burned, observed = (recorded(facts, what, minutes, later_s) for what in ("burned", "observed"))
     return {clock: burned[clock] / observed[clock] for clock in observed if observed[clock] > 0}
 
 
@@ -228,7 +229,8 @@ def outage(facts: Facts) -> Found:
 def burn(long: str, short: str, factor: float) -> Answer:
     def answer(facts: Facts) -> Found:
         promised = promises(facts)
-        shares = [unready_share(facts, WINDOW_MIN[window]) for window in (long, short)]
+        # A rate is recorded a minute before the windows that it goes into.
+        shares = [unready_share(facts, WINDOW_MIN[window], 60 * (window == "5m")) for window in (long, short)]
         return clocked(
             {
                 clock: share

@@ -21,22 +21,17 @@ class Question(NamedTuple):
     answer: Answer
     always: bool
     """Whether it can be asked at any moment, and not only at the end."""
-    recorded: bool = False
-    """Whether it reads what recording rules wrote, up to a minute before."""
+    tolerance: float = CLOSE
+    """How far values may be from the facts, relatively."""
+    lag_s: int = 0
+    """How old what it reads is."""
 
     @classmethod
     def of(cls, name: str, expr: str, answer: Answer, always: bool = True) -> "Question":
-        return cls(name, expr, answer, always, any(":" in metric for metric in expressions.names(expr)))
-
-    @property
-    def tolerance(self) -> float:
-        """How far values may be from the facts, relatively."""
-        return ROUGHLY if self.recorded else CLOSE
-
-    @property
-    def lag_s(self) -> int:
-        """How old what it reads is. A rule on recorded rates has its own way to say so."""
-        return 60 if self.recorded and not self.name.startswith("job") else 0
+        """One on what was recorded a minute before; a rule on recorded rates has its own way to say so."""
+        recorded = any(":" in metric for metric in expressions.names(expr))
+        lag_s = 60 if recorded and not name.startswith("job") else 0
+        return cls(name, expr, answer, always, ROUGHLY if recorded else CLOSE, lag_s)
 
 
 class Verdict:
@@ -81,9 +76,7 @@ def _told(these: Found, those: Found) -> str:
 def by_moment(series: Mapping[Any, list[Any]]) -> dict[int, Found]:
     found: dict[int, Found] = {}
     for labels, values in series.items():
-        kept = tuple(
-            (name, value) for name, value in labels if name != "__name__" and (name, value) != ("job", "readmit")
-        )
+        kept = tuple((name, value) for name, value in labels if name not in ("__name__", "job"))
         for at, value in values:
             found.setdefault(round(at), {})[kept] = value
     return found

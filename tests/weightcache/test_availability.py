@@ -119,6 +119,15 @@ class TestService:
         assert availability.service.observed_s(at(200)) == 200
         assert availability.takeovers == 1
 
+    def test_a_crash_beside_a_ready_slot_is_a_takeover_though_its_exit_is_told_first(self):
+        crashed = Story(slot="b", episode="2" * 32).open(0).close(10)
+        availability, _ = watch(
+            Story(slot="a", episode="1" * 32).open(0).close(10),
+            exited(crashed, 60),
+            Story(slot="b", episode="3" * 32).open(60).close(70),
+        )
+        assert availability.takeovers == 1
+
     def test_the_last_slot_lost_is_no_takeover(self):
         availability, _ = watch(Story(episode="1" * 32).open(0).close(30), Story(episode="2" * 32).open(50))
         assert availability.takeovers == 0
