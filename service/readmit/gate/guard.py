@@ -1,4 +1,4 @@
-"""Turns away what nobody behind it should see: paths that mean another place, bodies too large, strangers."""
+"""Turns away what nobody behind it should see: what can be read two ways, bodies too large, strangers."""
 
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -39,13 +39,17 @@ class Guard:
             await self._limited(scope, receive, send)
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        length, chunked = 0, False
+        length, chunked = None, False
         for name, value in scope["headers"]:
             if name == b"content-length":
                 length = int(value)  # the server has checked that it is a number
             elif name == b"transfer-encoding":
                 chunked = True
-        if length > self._limit:
+        if chunked and length is not None:
+            # Whoever believes the length takes the rest of the body for the next request, and answers it to another.
+            detail = "A body has either a length or chunks."
+            await Problem(400, "bad-framing", detail, close=True).send(send, scope["path"])
+        elif length is not None and length > self._limit:
             await self._too_large().send(send, scope["path"])
         elif chunked:
             await _Upload(self._app, self._limit, self._too_large()).run(scope, receive, send)
