@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo model test fuzz soak test-engines lint venv system clean
+.PHONY: help demo model test fuzz observability soak test-engines lint venv system clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +20,7 @@ help:
 	@echo "make demo [ARGS=...]          set everything up and show a recovery"
 	@echo "make test [PYTEST_ARGS=...]   lint, type check and test, as CI does"
 	@echo "make test-engines [FULL=1]     kill vLLM on every path, in an environment of its own (several GB)"
+	@echo "make observability             every query, rule and alert against a real Prometheus and SQL; SABOTAGE=hit_miss|units|labels fails"
 	@echo "make fuzz [ARGS=...]           200,000 frames and 100,000 manifests that are damaged, made up or hostile"
 	@echo "make soak [ARGS=...]           30 minutes of traffic on a node that loses an engine every 20 s: does it stay as small?"
 	@echo "make lint | model | venv | clean"
@@ -39,6 +40,9 @@ test-engines:
 	"$$python" -m pytest tests/engines $(PYTEST_ARGS); \
 	PYTHONPATH=$$(dirname "$$python")/../../sglang "$$python" -m pytest tests/engines $(PYTEST_ARGS); \
 	"$$python" -m tests.engines.recoveries --kills $(if $(FULL),10,3) $(ARGS)
+
+observability: system $(VENV)/.installed-test
+	$(BIN)/python -m tests.observability.proof $(ARGS)
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/fuzz.py $(ARGS)
