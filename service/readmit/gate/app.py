@@ -12,7 +12,7 @@ from readmit.gate import controls, health, page, status
 from readmit.gate.access import Access
 from readmit.gate.gate import Gate
 from readmit.gate.guard import Guard
-from readmit.gate.proxy import Proxy
+from readmit.gate.proxy import Proxy, Straight
 from readmit.gate.settings import GateSettings
 
 
@@ -42,10 +42,10 @@ def create_app(settings: GateSettings, registry: CollectorRegistry | None = None
         title="readmit gate", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     app.state.gate = gate
+    app.add_middleware(Straight, proxy=proxy)
     app.add_middleware(Guard, access=access, max_body_bytes=settings.max_body_bytes)
     app.include_router(health.routes(gate, access))
     app.include_router(controls.routes(gate, access))
-    app.mount("/v1", proxy)
 
     @app.get("/metrics")
     @app.get("/metrics/")

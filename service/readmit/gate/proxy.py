@@ -1,4 +1,4 @@
-"""Passes requests on to the engine: plain ASGI, bodies unread, one connection to the engine for each request.
+"""Passes requests on to the engine: plain ASGI, bodies unread, connections kept only as long as the engine's lease.
 
 What a client must be able to rely on: a response that ends cleanly is whole. When an engine dies in the middle of one,
 an event stream gets an error event, and the connection is broken off rather than ended. (For a client that speaks
@@ -10,15 +10,16 @@ import errno
 import json
 import time
 from collections.abc import AsyncIterator, Iterable
+from http import HTTPStatus
 from typing import Final
 
 import aiohttp
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from readmit.gate.gate import Gate
 from readmit.gate.problem import Problem
-from readmit.gate.slots import Slot
+from readmit.gate.slots import Lease, Slot
 from readmit.gate.trace import Trace
 
 Headers = list[tuple[bytes, bytes]]
@@ -30,8 +31,32 @@ HOP_BY_HOP: Final = frozenset(
 """Headers that concern one connection (RFC 9110, section 7.6.1)."""
 OURS: Final = frozenset((b"host", b"expect", b"accept-encoding", b"traceparent"))
 """Request headers that the gate answers for: an event must not wait in a compressor until its block is full."""
+BREAKING: Final = frozenset(("hang", "wrong_answer", "foreign_listener"))
+"""Why a slot was taken out of service, where what it still answers must not reach a client, or never comes."""
+IMMEDIATE_FAIL: Final = (b"x-envoy-immediate-health-check-fail", b"true")
+"""On what the gate refuses while it is not ready: Envoy then sends it nothing more until a health check succeeds."""
+KEPT_S: Final = 1.0
+"""How long a connection is kept for the next request. uvicorn, and so vLLM, closes its own after 5 s: a request must
+not meet a connection that the engine is about to close, for then nobody knows whether it may be repeated."""
 CONNECT_LIMIT_S: Final = 2.0
 """An engine on this node that does not take a connection in this time has a full queue."""
+
+
+class Straight:
+    """ASGI middleware that leads ``/v1`` past the framework's routing, which would cost as much again as the proxy.
+
+    Args:
+        app: what all other paths lead to.
+        proxy: the application behind ``/v1``.
+    """
+
+    def __init__(self, app: ASGIApp, proxy: "Proxy") -> None:
+        self._app = app
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        passed_on = scope["type"] != "lifespan" and (scope["path"].startswith("/v1/") or scope["path"] == "/v1")
+        await (self._proxy if passed_on else self._app)(scope, receive, send)
 
 
 class Proxy:
@@ -43,12 +68,12 @@ class Proxy:
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self._session: aiohttp.ClientSession | None = None
+        self._pools: dict[str, _Pool] = {}
 
     async def close(self) -> None:
         """Break off what is still open."""
-        if self._session is not None:
-            await self._session.close()
+        for pool in self._pools.values():
+            await pool.session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,8 +90,13 @@ class Proxy:
             if slot is None:
                 break
             try:
-                with self.gate.carrying(slot):
-                    return await _Exchange(self, slot, scope, receive, send, trace).run()
+                pool = await self.pool(slot)
+                pool.users += 1
+                try:
+                    with self.gate.carrying(slot):
+                        return await _Exchange(self.gate, slot, pool.session, scope, receive, send, trace).run()
+                finally:
+                    await pool.leave()
             except _NotTaken as error:
                 # Not a byte has left the client's request: another slot may have it.
                 tried.append(slot)
@@ -75,59 +105,106 @@ class Proxy:
                 else:
                     self.gate.doubt(slot)
         problem = refusal.problem if refusal is not None else self.gate.no_connection(trace.trace_id)
-        await problem.send(send, scope["path"], [_traceresponse(trace)])
+        unready = [IMMEDIATE_FAIL] if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else []
+        await problem.send(send, scope["path"], [_traceresponse(trace), *unready])
         return "engine_refused" if tried or refusal is None else refusal.outcome
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The client; made on the running event loop."""
-        if self._session is None:
-            # No connection is used twice: one that the engine is about to close would lose a request that may not be
-            # repeated, and on a new one nobody but the process that listens now can answer.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True, limit=0),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_LIMIT_S),
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            )
-        return self._session
+    async def pool(self, slot: Slot) -> "_Pool":
+        """The connections to a slot's engine: new ones with every lease, so that only who holds it answers."""
+        pool = self._pools.get(slot.name)
+        if pool is None or pool.lease is not slot.lease:
+            self._pools[slot.name] = _Pool(slot.lease)
+            if pool is not None:
+                await pool.retire()
+        return self._pools[slot.name]
+
+
+class _Pool:
+    """Connections to the engine that holds a lease; made on the running event loop."""
+
+    def __init__(self, lease: Lease | None) -> None:
+        self.lease = lease
+        self.users = 0
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_LIMIT_S),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+        self._retired = False
+
+    async def retire(self) -> None:
+        """The lease has ended: close as soon as nobody needs it any more."""
+        self._retired = True
+        if not self.users:
+            await self.session.close()
+
+    async def leave(self) -> None:
+        """One user less."""
+        self.users -= 1
+        if self._retired and not self.users:
+            await self.session.close()
 
 
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, proxy: Proxy, slot: Slot, scope: Scope, receive: Receive, send: Send, trace: Trace) -> None:
-        self._proxy = proxy
-        self._settings = proxy.gate.settings
+    def __init__(
+        self,
+        gate: Gate,
+        slot: Slot,
+        session: aiohttp.ClientSession,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        trace: Trace,
+    ) -> None:
+        self._gate = gate
+        self._settings = gate.settings
         self._slot = slot
+        self._session = session
         self._scope = scope
         self._upload = _Upload(scope["headers"], receive)
         self._send = send
         self._trace = trace
+        self._begun: Headers | None = None
+        """The response's headers, once they have gone to the client."""
+        self._tail = b""
         self._complete = False
 
     async def run(self) -> str:
-        """Carry it out, or drop it as soon as the client has gone; returns how it ended.
+        """Carry it out; drop it as soon as the client has gone, break it off when the engine is taken out of service.
+
+        Returns:
+            How it ended.
 
         Raises:
             _NotTaken: the engine took no connection.
         """
         carried = asyncio.create_task(self._carry())
         disconnected = asyncio.create_task(self._upload.disconnected())
+        ejected = asyncio.get_running_loop().create_future()
+
+        def eject(reason: str) -> None:
+            if reason in BREAKING and not ejected.done():
+                ejected.set_result(reason)
+
+        self._slot.carried.add(eject)
         try:
-            await asyncio.wait({carried, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({carried, disconnected, ejected}, return_when=asyncio.FIRST_COMPLETED)
             if carried.done() or self._complete:
                 return await carried
-            return "client_gone"
         finally:
+            self._slot.carried.discard(eject)
             # Cancelling closes the connection to the engine, which is how the engine learns that nobody waits.
             carried.cancel()
             disconnected.cancel()
             await asyncio.wait({carried, disconnected})
+        return await self._ejected(ejected.result()) if ejected.done() else "client_gone"
 
     async def _carry(self) -> str:
-        gate, began = self._proxy.gate, time.monotonic()
+        gate, began = self._gate, time.monotonic()
         try:
             async with asyncio.timeout(self._settings.first_byte_limit_s):
                 response = await self._request()
@@ -153,7 +230,7 @@ class _Exchange:
         scope = self._scope
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         headers = [(_text(name), _text(value)) for name, value in _end_to_end(scope["headers"]) if name not in OURS]
-        return await self._proxy.session.request(
+        return await self._session.request(
             scope["method"],
             URL(self._slot.url.rstrip("/") + target.decode("ascii"), encoded=True),
             headers=[*headers, ("traceparent", self._trace.header())],
@@ -165,7 +242,7 @@ class _Exchange:
         headers = [(name.lower(), value) for name, value in response.raw_headers]
         kept = [*_end_to_end(headers), _traceresponse(self._trace)]
         await self._send({"type": "http.response.start", "status": response.status, "headers": kept})
-        tail = b""
+        self._begun = headers
         try:
             while True:
                 async with asyncio.timeout(self._settings.idle_limit_s):
@@ -174,16 +251,16 @@ class _Exchange:
                     break
                 # Waits while the client reads more slowly than the engine writes; the engine then waits as well.
                 await self._send(_body(chunk, more=True))
-                tail = (tail + chunk)[-2:]
+                self._tail = (self._tail + chunk)[-2:]
         except TimeoutError:
-            self._proxy.gate.doubt(self._slot)
+            self._gate.doubt(self._slot)
             message = f"The engine has sent nothing for {self._settings.idle_limit_s:g} s."
-            await self._cut_off(headers, tail, Problem(504, "engine-stalled", message))
+            await self._cut_off(headers, Problem(504, "engine-stalled", message))
             return "stalled"
         except (aiohttp.ClientError, OSError):
-            self._proxy.gate.doubt(self._slot)
+            self._gate.doubt(self._slot)
             message = "The engine died in the middle of this response."
-            await self._cut_off(headers, tail, Problem(502, "engine-died", message))
+            await self._cut_off(headers, Problem(502, "engine-died", message))
             return "cut_off"
         self._complete = True
         await self._send(_body(b"", more=False))
@@ -193,12 +270,23 @@ class _Exchange:
         await problem.send(self._send, self._scope["path"], [_traceresponse(self._trace)])
         self._complete = True
 
-    async def _cut_off(self, headers: Headers, tail: bytes, problem: Problem) -> None:
+    async def _ejected(self, reason: str) -> str:
+        """Nothing this engine says counts any more."""
+        what = f"The engine was taken out of service ({reason.replace('_', ' ')})"
+        if self._begun is not None:
+            problem = Problem(502, "engine-ejected", f"{what} in the middle of this response.")
+            await self._cut_off(self._begun, problem)
+            return "cut_off"
+        detail = f"{what} before it had answered. The request may have been worked on."
+        await self._fail(Problem(502, "engine-ejected", detail))
+        return "engine_died"
+
+    async def _cut_off(self, headers: Headers, problem: Problem) -> None:
         """Say so in an event stream. Whatever it is, it stays unfinished, so that the server breaks the connection."""
         stream = (_header(headers, b"content-type") or b"").startswith(b"text/event-stream")
         if stream and _header(headers, b"content-length") is None and _header(headers, b"content-encoding") is None:
             event = b"event: error\ndata: " + json.dumps({"error": problem.error}).encode() + b"\n\n"
-            await self._send(_body(event if tail in (b"\n\n", b"") else b"\n\n" + event, more=True))
+            await self._send(_body(event if self._tail in (b"\n\n", b"") else b"\n\n" + event, more=True))
 
 
 class _Upload:

@@ -141,7 +141,7 @@ def begin(writer: asyncio.StreamWriter, kind: str) -> None:
 
 def head_of(writer: asyncio.StreamWriter, status: int, headers: list[tuple[str, str]]) -> None:
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-    writer.write(f"HTTP/1.1 {status} Whatever\r\n{lines}\r\n".encode())
+    writer.write(f"HTTP/1.1 {status} Whatever\r\nConnection: close\r\n{lines}\r\n".encode())
 
 
 def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
