@@ -30,6 +30,11 @@ from weightcache.paths import private_dir, state_dir
 HASH_LIMIT_BYTES: Final = 1 << 30
 """Up to this size a checkpoint that nobody remembers is hashed at once: it takes about as long as a connection may."""
 
+_NOT_OF_TENSORS: Final = frozenset(
+    {"_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version"}
+)
+"""Keys of a config that decide no tensor, or that have a field of their own in the identity."""
+
 STATUSES: Final = ("proven", "remembered", "hashed", "absent", "unproven")
 
 log = logging.getLogger("weightcache.identity")
@@ -129,6 +134,15 @@ def fields_of(source: Checkpoint | Folder, digest: str | None) -> dict[str, Valu
         "quant_method": found.method,
         "quant_config_hash": found.config_hash,
     }
+
+
+def computed_from(source: Checkpoint | Folder) -> str:
+    """What tensors in no file (rotary frequencies) are computed from, for the ``kernel_backend`` of a `CacheConfig`.
+
+    The cache hands those out as well, and equal files do not make them equal: the config does, but for a few keys.
+    """
+    settings = {key: value for key, value in source.config.items() if key not in _NOT_OF_TENSORS}
+    return f"config-{stable_hash(settings)[:12]}"
 
 
 def lookup(checkpoint: Checkpoint, *, state: Path | None = None) -> str | None:

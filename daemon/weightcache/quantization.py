@@ -6,13 +6,11 @@ scales), which a mapping does not restore. The announcement has many spellings; 
 be good is refused.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from weightcache import block_scale
 from weightcache.checkpoint import Checkpoint, Folder, TensorInfo
-from weightcache.checkpoint.document import read_object
 from weightcache.checkpoint.refusal import refusal
 from weightcache.errors import UnsupportedQuantForIPCError
 from weightcache.fingerprint import stable_hash
@@ -27,11 +25,22 @@ _TRAVELLING_KEYS: Final = frozenset({"quantization_config", "text_config.quantiz
 """Where engines look for the announcement of a language model; anywhere else, two engines may not agree on it."""
 
 _SIDE_FILES: Final = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files beside config.json that announce a quantisation, and the family that writes them."""
+"""Files beside config.json that announce a quantisation, and the family that writes them. Any other JSON file whose
+name speaks of it (``quanto_qmap.json``, ``quantization_config.json``) announces one too."""
 
 _FLAG_PARTS: Final = frozenset(
-    {"quant", "quantize", "quantized", "quantization", "fp4", "mxfp4", "nvfp4", "fp8", "int4", "int8"}
+    {"quant", "quantize", "quantized", "quantization", "fp4", "mxfp4", "nvfp4", "fp8", "int4", "int8", "4bit", "8bit"}
 )
+_KNOWN_OPTIONS: Final[Mapping[str, tuple[object, ...]]] = {
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "scale_fmt": ("float", "ue8m0"),
+    "dequantize": (False,),
+    "expert_dtype": ("fp8",),
+}
+"""What a block-wise FP8 config may say beside its block size and skip list, null apart. Anything else may mean state
+that does not travel."""
+_READ_ELSEWHERE: Final = frozenset({"quant_method", "weight_block_size", *SKIP_LIST_KEYS})
 _PLAIN_DTYPES: Final = frozenset(
     {
         "auto", "half", "float", "double", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64",
@@ -146,15 +155,26 @@ def _config_announcements(section: Mapping[str, Any], prefix: str = "") -> Itera
         if key in _CONFIG_KEYS:
             if value is not None:
                 yield _Announcement(prefix + key, value)
-        elif isinstance(value, Mapping):
-            yield from _config_announcements(value, f"{prefix}{key}.")
+        else:
+            for at, nested in _nested(key, value):
+                yield from _config_announcements(nested, f"{prefix}{at}.")
+
+
+def _nested(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sections in a config's value: itself, or those in a list."""
+    if isinstance(value, Mapping):
+        yield key, value
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            yield from _nested(f"{key}.{at}", item)
 
 
 def _side_announcements(folder: Folder) -> Iterator[_Announcement]:
-    for name in _SIDE_FILES:
-        path = folder.locate(name)
-        if os.path.lexists(path):
-            yield _Announcement(name, read_object(path, "config_invalid"))
+    for name in folder.settings_names:
+        if name in _SIDE_FILES or "quant" in name.lower():
+            settings = folder.read_settings(name)
+            if settings is not None:
+                yield _Announcement(name, settings)
 
 
 def _flags(section: Mapping[str, Any], prefix: str = "") -> Iterator[Verdict]:
@@ -163,9 +183,9 @@ def _flags(section: Mapping[str, Any], prefix: str = "") -> Iterator[Verdict]:
         name = key.lower()
         if key in _CONFIG_KEYS or "cache" in name:  # a cache's dtype is not the weights'
             continue
-        if isinstance(value, Mapping):
-            yield from _flags(value, f"{prefix}{key}.")
-        elif isinstance(value, str | int | float) and str(value).lower() not in _NO:
+        for at, nested in _nested(key, value):
+            yield from _flags(nested, f"{prefix}{at}.")
+        if isinstance(value, str | int | float) and str(value).lower() not in _NO:
             odd = name.endswith("dtype") and str(value).lower().removeprefix("torch.") not in _PLAIN_DTYPES
             if odd or _FLAG_PARTS & set(name.split("_")):
                 yield Verdict(_family(f"{name} {value}".lower()), prefix + key, repr(value))
@@ -174,8 +194,8 @@ def _flags(section: Mapping[str, Any], prefix: str = "") -> Iterator[Verdict]:
 def _judge(key: str, value: Any) -> Verdict | None:
     """Why an announcement may not travel; None for block-wise FP8, spelt exactly so, where engines look for it."""
     method = _method(value)
-    if key in _SIDE_FILES:
-        return Verdict(_SIDE_FILES[key], key, f"quantisation announced in {key}")
+    if key.endswith(".json"):
+        return Verdict(_SIDE_FILES.get(key, "other"), key, f"quantisation announced in {key}")
     if method is None:
         return Verdict(_family_by_keys(value), f"{key}.quant_method", "no quant_method")
     if method != BLOCK_FP8:
@@ -184,9 +204,10 @@ def _judge(key: str, value: Any) -> Verdict | None:
     if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
         found = "no weight_block_size" if block is None else ascii(block)[:200]
         return Verdict("fp8_per_tensor", f"{key}.weight_block_size", found)
-    for option, only in (("activation_scheme", "dynamic"), ("fmt", "e4m3")):
-        if value.get(option, only) != only:
-            return Verdict("other", f"{key}.{option}", ascii(value[option])[:200])
+    for option in sorted(set(value) - _READ_ELSEWHERE):
+        if value[option] is not None and value[option] not in _KNOWN_OPTIONS.get(option, ()):
+            family = _family(f"{option} {value[option]}".lower()) if option == "expert_dtype" else "other"
+            return Verdict(family, f"{key}.{option}", ascii(value[option])[:200])
     if key not in _TRAVELLING_KEYS:
         return Verdict("other", key, "a quantisation announced where engines do not look for it")
     return None
@@ -209,6 +230,7 @@ def _family(text: str) -> str:
         ("gptq", "gptq"),
         ("fp4", "mxfp4"),
         ("bitsandbytes", "bitsandbytes"),
+        ("load_in_", "bitsandbytes"),
         ("gguf", "gguf"),
         ("fbgemm_fp8", "fp8_per_tensor"),
         ("ptpc_fp8", "fp8_per_tensor"),
@@ -236,6 +258,8 @@ def _family_by_keys(value: Any) -> str:
 def _normalised(key: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """A block-wise FP8 config in the form that is hashed: equal meaning, equal form."""
     rest = {name: item for name, item in value.items() if name not in SKIP_LIST_KEYS and item is not None}
+    if "fmt" in rest:
+        rest["fmt"] = "e4m3"  # however it is spelt
     return {**rest, "skipped": SkipList.of(value, key).entries}
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,24 @@ def test_a_fingerprint_is_hashed_once_and_then_remembered(tmp_path: Path) -> Non
     assert second["model_arch"] == "LlamaForCausalLM"
     again = json.loads(readmit(tmp_path, "fingerprint", folder, "--hash", "--json").stdout)
     assert (again["digest_status"], again["checkpoint_digest"]) == ("hashed", first["checkpoint_digest"])
+
+
+@pytest.mark.parametrize("make", [checkpoints.plain, checkpoints.tied, checkpoints.fp8])
+def test_a_fingerprint_is_the_identity_that_an_engine_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path]
+) -> None:
+    import torch
+
+    from weightcache.checkpoint import Folder
+    from weightcache.fingerprint import FIELDS
+    from weightcache.identity import digest_of
+    from weightcache.integrations.transformers import cache_config, skeleton
+
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    folder = Folder.open(make(tmp_path / "t"))
+    facts = json.loads(readmit(tmp_path, "fingerprint", folder.path, "--tp-size", 2, "--tp-rank", 1, "--json").stdout)
+    asked = cache_config(folder, skeleton(folder), digest_of(folder).digest, torch.device("cpu"), 2, 1)
+    assert {name: facts[name] for name in FIELDS} == asked.to_dict()
 
 
 def test_a_revision_can_be_named(tmp_path: Path) -> None:

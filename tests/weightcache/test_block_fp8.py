@@ -1,5 +1,6 @@
 """Block-wise FP8 models of transformers: shared as they are stored, and exact (bug log B17, B19, B21)."""
 
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,15 @@ def test_files_in_fp8_under_a_plain_config_are_never_converted_in_silence(cache:
 
 def test_plain_files_under_an_fp8_config_are_refused(cache: Cache, tmp_path: Path) -> None:
     refused(checkpoints.plain(tmp_path / "t", quantization_config=checkpoints.fp8_config()), cache)
+
+
+def test_a_scale_that_is_no_number_is_never_published(cache: Cache, tmp_path: Path) -> None:
+    shards = checkpoints.decoder(quantized=True)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    scale = shards[checkpoints.SHARDS[1]][name]
+    shards[checkpoints.SHARDS[1]][name] = scale._replace(data=struct.pack("<f", float("nan")) + scale.data[4:])
+    folder = checkpoints.write(tmp_path / "t", shards, checkpoints.config(quantization_config=checkpoints.fp8_config()))
+    assert refused(folder, cache).data["tensor"] == name
 
 
 def test_experts_in_one_tensor_are_not_shared(cache: Cache, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Which folder a path means: hub caches, dangling links, a ref that moved (bug log B05), and folders that are none."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -181,9 +180,16 @@ def test_no_weights(tmp_path: Path) -> None:
     refused(folder, "shard_missing")
 
 
+@pytest.mark.parametrize("name", [checkpoints.SHARDS[0], checkpoints.INDEX, "config.json"])
+def test_a_link_to_itself_leads_nowhere(tmp_path: Path, name: str) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    assert name in str(refused(folder, "link_dangling"))
+
+
 def test_what_the_system_refuses_is_said_in_its_words(tmp_path: Path) -> None:
     folder = checkpoints.plain(tmp_path / "t")
     (folder / checkpoints.SHARDS[0]).unlink()
-    (folder / checkpoints.SHARDS[0]).symlink_to(folder / checkpoints.SHARDS[0])
-    assert "symbolic links" in str(refused(folder, "unreadable"))
-    os.unlink(folder / checkpoints.SHARDS[0])
+    (folder / checkpoints.SHARDS[0]).symlink_to("/proc/self/mem")  # a file, to whoever does not read it
+    assert "Input/output error" in str(refused(folder, "unreadable"))

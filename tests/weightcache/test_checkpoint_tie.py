@@ -66,6 +66,29 @@ def test_contradictions_are_refused(tmp_path: Path, head: str, top: bool | None,
     assert "tie_word_embeddings" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"llm_config": TRUE},
+        {"language_config": TRUE},
+        {"thinker_config": {"text_config": TRUE}},
+        {"text_config": {"tie_word_embeddings": 1}},
+    ],
+)
+def test_the_flag_is_found_wherever_the_language_model_is(tmp_path: Path, where: dict[str, Any]) -> None:
+    config = {**settings(False, None), **where}
+    assert Checkpoint.open(folder_with(tmp_path, "none", config)).tie == Tie(EMBEDDING, None)
+
+
+@pytest.mark.parametrize("flag", ["true", "", 2, [True], {}])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(tmp_path: Path, flag: Any) -> None:
+    with pytest.raises(CheckpointError, match="neither true nor false") as caught:
+        Checkpoint.open(
+            folder_with(tmp_path, "none", {**settings(None, None), "text_config": {"tie_word_embeddings": flag}})
+        )
+    assert (caught.value.reason, caught.value.data["key"]) == ("config_invalid", "text_config.tie_word_embeddings")
+
+
 def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     shards = checkpoints.decoder()
     shards[checkpoints.SHARDS[1]][HEAD] = checkpoints.tensor(HEAD, "BF16", 500, 256)

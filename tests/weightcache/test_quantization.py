@@ -145,6 +145,38 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "experts beside fp8": ({"quantization_config": FP8, "expert_dtype": "fp4"}, "mxfp4", "expert_dtype"),
     "experts, nested": ({"text_config": {"moe_quant_method": "nvfp4"}}, "nvfp4", "text_config.moe_quant_method"),
     "a plain key": ({"quantization": "awq"}, "awq", "quantization"),
+    "a plain key of bits": ({"load_in_4bit": True}, "bitsandbytes", "load_in_4bit"),
+    "in a list": (
+        {"blocks": [{}, {"quantization_config": {"quant_method": "awq"}}]},
+        "awq",
+        "blocks.1.quantization_config.quant_method",
+    ),
+    "an option nobody knows": (
+        {"quantization_config": {**FP8, "rotation": True}},
+        "other",
+        "quantization_config.rotation",
+    ),
+    "a skip list under another name": (
+        {"quantization_config": {**FP8, "exclude_modules": ["lm_head"]}},
+        "other",
+        "quantization_config.exclude_modules",
+    ),
+    "fp4 experts in an fp8 config": (
+        {"quantization_config": {**FP8, "expert_dtype": "fp4"}},
+        "mxfp4",
+        "quantization_config.expert_dtype",
+    ),
+    "a cache's scheme too": (
+        {"quantization_config": {**FP8, "kv_cache_scheme": {"num_bits": 8}}},
+        "other",
+        "quantization_config.kv_cache_scheme",
+    ),
+    "block size in fractions": (
+        {"quantization_config": {**FP8, "weight_block_size": [128.0, 128.0]}},
+        "fp8_per_tensor",
+        "quantization_config.weight_block_size",
+    ),
+    "a list of configs": ({"quantization_config": [FP8]}, "other", "quantization_config.quant_method"),
 }
 
 
@@ -179,7 +211,13 @@ def test_methods_have_a_family(tmp_path: Path, method: str, family: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq")],
+    [
+        ("hf_quant_config.json", "modelopt"),
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+        ("quanto_qmap.json", "other"),
+        ("quantization_config.json", "other"),
+    ],
 )
 @pytest.mark.parametrize("settings", [{}, {"quantization_config": FP8}])
 def test_a_file_beside_the_config_announces_too(
@@ -383,6 +421,7 @@ def test_the_hash_is_of_the_meaning(tmp_path: Path) -> None:
     assert hashed(modules_to_not_convert=[Q]) != hashed()
     assert hashed(weight_block_size=[64, 128]) != hashed()
     assert hashed(scale_fmt="ue8m0") != hashed()
+    assert hashed(fmt="float8_e4m3fn") == hashed(fmt="e4m3")
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 3), (4,), (2, 2, 1), ()])

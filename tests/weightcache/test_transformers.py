@@ -229,6 +229,17 @@ def test_other_bytes_under_the_same_headers_are_another_model(llama: Path, daemo
     assert facts(model) == facts(AutoModelForCausalLM.from_pretrained(llama))
 
 
+def test_the_same_files_under_another_config_are_another_model(llama: Path, daemon: Path) -> None:
+    """Rotary frequencies are in no file: they come from the config, and with the weights out of the cache."""
+    from_pretrained(llama, mode="client", socket=daemon)
+    edit(llama / "config.json", rope_parameters={"rope_theta": 500_000.0, "rope_type": "default"})
+    model, outcome = from_pretrained(llama, mode="client", socket=daemon)
+    assert (outcome.path, outcome.reason, outcome.detail) == ("miss", "fingerprint", "kernel_backend")
+    assert facts(model) == facts(AutoModelForCausalLM.from_pretrained(llama))
+    edit(llama / "config.json", transformers_version="5.0", _name_or_path="elsewhere")
+    assert from_pretrained(llama, mode="client", socket=daemon)[1].path == "hit"
+
+
 def test_a_moved_copy_is_the_same_model(llama: Path, daemon: Path, tmp_path: Path) -> None:
     from_pretrained(llama, mode="client", socket=daemon)
     _, outcome = from_pretrained(shutil.copytree(llama, tmp_path / "moved"), mode="client", socket=daemon)

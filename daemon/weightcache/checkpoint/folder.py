@@ -5,6 +5,7 @@ the whole repository (``models--org--name`` with ``refs``, ``snapshots``, ``blob
 """
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -78,6 +79,25 @@ class Folder:
     def locate(self, name: str) -> str:
         """The path of the file called `name` in this folder."""
         return os.path.join(self.root, name)
+
+    def read_settings(self, name: str) -> dict[str, Any] | None:
+        """The JSON object in a settings file beside the config, or None where there is no such name.
+
+        Raises:
+            CheckpointError: ``config_invalid``, ``config_missing`` (no file), ``link_dangling`` or ``unreadable``.
+        """
+        if not os.path.lexists(self.locate(name)):
+            return None
+        return read_object(_settings(self.root, name), "config_invalid")
+
+    @cached_property
+    def settings_names(self) -> tuple[str, ...]:
+        """The names of the folder's JSON files, sorted, indices apart.
+
+        Raises:
+            CheckpointError: ``unreadable``.
+        """
+        return tuple(name for name in self._listing if name.endswith(".json") and not name.endswith(".index.json"))
 
     @cached_property
     def index_name(self) -> str | None:
@@ -276,11 +296,20 @@ def _items(section: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return section.values() if isinstance(section, dict) else section
 
 
+def leads_nowhere(error: OSError) -> bool:
+    """Whether an error says that there is nothing behind a name, be it a link that ends at itself."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
 def _settings(root: str, name: str) -> str:
     """The path of a settings file in `root`, once it is known to be there."""
     path = os.path.join(root, name)
-    with reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.stat(path)  # which says that this user may not look, where isfile would say that nothing is there
+    with reading(path):
+        try:
+            os.stat(path)  # which says that this user may not look, where isfile would say that nothing is there
+        except OSError as error:
+            if not leads_nowhere(error):
+                raise
     if os.path.isfile(path):
         return path
     if os.path.islink(path):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weightcache.checkpoint.folder import Folder
+from weightcache.checkpoint.folder import Folder, leads_nowhere
 from weightcache.checkpoint.header import TensorInfo, read_header
 from weightcache.checkpoint.inventory import equal_bytes, take_inventory
 from weightcache.checkpoint.part import Part
@@ -138,12 +138,12 @@ def _find_shards(folder: Folder) -> list[Stamp]:
         path = folder.locate(name)
         try:
             status = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if not leads_nowhere(error):
+                with reading(path):
+                    raise
             (dangling if os.path.islink(path) else missing).append(name)
             continue
-        except OSError:
-            with reading(path):
-                raise
         if not stat.S_ISREG(status.st_mode):
             raise refusal(
                 "not_safetensors",

@@ -1,7 +1,7 @@
 """The tie: an output head that shares the input embedding's storage.
 
-The flag ``tie_word_embeddings`` stands at the top of a config or in its ``text_config``, sometimes in both with
-different values. The files settle it, by one rule for whoever asks:
+The flag ``tie_word_embeddings`` stands at the top of a config or in the section of its language model (``text_config``
+and other names), sometimes in both with different values. The files settle it, by one rule for whoever asks:
 
 - The files hold no head: it is tied if the flag is true at either level, since nothing else can give it values. False
   wherever it stands would leave the head random, and is refused. Without the flag, the architecture decides.
@@ -17,6 +17,8 @@ from weightcache.checkpoint.refusal import refusal
 
 FLAG: Final = "tie_word_embeddings"
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+_LANGUAGE_SECTIONS: Final = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Where multimodal models keep the config of their language model."""
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
 
 
@@ -38,9 +40,11 @@ def find_tie(
         equal: whether two tensors hold the same bytes; called only where flag and files do not settle it.
 
     Raises:
-        CheckpointError: ``tie_conflict``.
+        CheckpointError: ``tie_conflict``; ``config_invalid`` for a flag that is neither true nor false.
     """
-    flags = {where: section[FLAG] for where, section in _sections(config) if isinstance(section.get(FLAG), bool)}
+    flags = {
+        where: _flag(where, section[FLAG]) for where, section in _sections(config) if section.get(FLAG) is not None
+    }
     embedding = _shortest(tensors, _EMBEDDINGS)
     head = _shortest(tensors, _HEADS)
     if embedding is None or not flags:
@@ -75,11 +79,25 @@ def find_tie(
     )
 
 
-def _sections(config: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    yield FLAG, config
-    nested = config.get("text_config")
-    if isinstance(nested, Mapping):
-        yield f"text_config.{FLAG}", nested
+def _flag(where: str, value: object) -> bool:
+    if value in (True, False):  # 0 and 1 are those too, to every engine
+        return bool(value)
+    raise refusal(
+        "config_invalid",
+        f"{where} in config.json is neither true nor false",
+        expected="true or false",
+        found=ascii(value)[:200],
+        remedy="Correct config.json",
+        key=where,
+    )
+
+
+def _sections(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Mapping[str, Any]]]:
+    yield f"{prefix}{FLAG}", config
+    for name in _LANGUAGE_SECTIONS:
+        nested = config.get(name)
+        if isinstance(nested, Mapping):
+            yield from _sections(nested, f"{prefix}{name}.")
 
 
 def _generates(config: Mapping[str, Any]) -> bool:

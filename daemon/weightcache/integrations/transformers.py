@@ -30,7 +30,7 @@ from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
 from weightcache.errors import ConfigError, UnsupportedQuantForIPCError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
-from weightcache.identity import digest_of, remember
+from weightcache.identity import computed_from, digest_of, remember
 from weightcache.integrations.transformers_form import Form
 from weightcache.integrations.transformers_loading import build, import_architecture, load_model
 from weightcache.journal import Journal
@@ -153,6 +153,7 @@ def cache_config(
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
+        kernel_backend=computed_from(folder),
     )
 
 

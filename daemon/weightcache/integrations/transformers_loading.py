@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weightcache.attachment import Progress
+from weightcache.block_scale import SUFFIX
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.checkpoint.refusal import refusal
 from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
@@ -80,6 +81,7 @@ def load_model(
     done = 0
     if read is None:
         for name, tensor in checkpoint.read() if plan is None else checkpoint.read_parts(plan.parts(form.tp_rank)):
+            _check_scales(checkpoint, name, tensor)
             tensors[name] = tensor
             done += checkpoint.tensors[name].nbytes
             progress(done, checkpoint.total_bytes)
@@ -122,6 +124,21 @@ def _check_quantization(checkpoint: Checkpoint, form: Form) -> None:
             found=found.found,
             remedy="Download config and weights again, of one revision",
             path=checkpoint.path,
+        )
+
+
+def _check_scales(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+    """Check that block scales are numbers: with one that is not, a whole block says nothing."""
+    if name.endswith(SUFFIX) and tensor.is_floating_point() and not tensor.isfinite().all():
+        info = checkpoint.tensors[name]
+        raise refusal(
+            "quant_conflict",
+            f"{name} in {info.file} holds scales that are no numbers",
+            expected="finite scales",
+            found=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} infinite or not a number",
+            remedy="Download the file again",
+            file=info.file,
+            tensor=name,
         )
 
 

@@ -3,13 +3,16 @@
 import json
 import sys
 from collections import Counter
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
+from readmit.commands.daemon import Dtype
 from weightcache import identity, quantization
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.errors import UnsupportedQuantForIPCError
+from weightcache.fingerprint import CacheConfig
 from weightcache.quantization import Quantization
 
 Model = Annotated[str, typer.Argument(help="A folder, a hub cache's folder, or a repository's name in that cache.")]
@@ -50,13 +53,44 @@ def fingerprint(
     model: Model,
     revision: Revision = None,
     hash_now: Annotated[bool, typer.Option("--hash", help="Read every byte, whatever is remembered.")] = False,
+    dtype: Dtype = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="How many ranks share the model.")] = 1,
+    tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show what of the fingerprint a checkpoint decides. Without --hash, a large one is not read for it."""
+    """Show the identity that a transformers engine here would ask for. Without --hash a large one is not read."""
     folder = Folder.open(model, revision)
     known = identity.Identity(prove(Checkpoint.open(folder)), "hashed") if hash_now else identity.digest_of(folder)
-    facts: dict[str, Any] = {**identity.fields_of(folder, known.digest), "digest_status": known.status}
-    _print({**facts, **_quantization(quantization.of(folder))}, as_json)
+    own = {"dtype": dtype or _dtype(folder), "tp_size": tp_size, "tp_rank": tp_rank, **_engine()}
+    fields = {**identity.fields_of(folder, known.digest), **own, "kernel_backend": identity.computed_from(folder)}
+    _print(
+        {
+            **CacheConfig.from_dict(fields).to_dict(),
+            "digest_status": known.status,
+            **_quantization(quantization.of(folder)),
+        },
+        as_json,
+    )
+
+
+def _engine() -> dict[str, str]:
+    """What `weightcache.integrations.transformers` says of itself, without the seconds that importing it takes."""
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:  # the checkpoint's own fields are worth showing all the same
+        version = "none"
+    return {
+        "torch_version": metadata.version("torch"),
+        "engine": "transformers",
+        "layout_id": f"transformers-{version}",
+    }
+
+
+def _dtype(folder: Folder) -> str:
+    """The dtype that transformers gives the weights of this checkpoint."""
+    sections = [folder.config, folder.config.get("text_config")]
+    named = (section.get(key) for section in sections if section for key in ("dtype", "torch_dtype"))
+    return str(next((each for each in named if each), "float32")).removeprefix("torch.")
 
 
 def _shards(checkpoint: Checkpoint, tp_size: int) -> dict[str, Any]:
