@@ -126,6 +126,54 @@ class TestRestart:
         assert value(second, "readmit_spans_exported_total", sink="file") == 9, "spans of the second one only"
         second.close()
 
+    def test_no_scrape_shows_less_than_one_before(self, journal, telemetry):
+        """A scrape counts running time up to its own moment; the end that becomes known later may lie before that."""
+        began = boottime_ns()
+        Story(episode="f" * 32).open(0).tell(journal, began - 10_000_000_000)
+        telemetry.step()
+        recovery(episode="1" * 32, slot="b").tell(journal)
+        telemetry.step()
+        names = (
+            "readmit_unready_seconds_total",
+            "readmit_observed_seconds_total",
+            "readmit_budget_burned_seconds_total",
+        )
+        shown = [value(telemetry, name, slot="a") for name in names]
+        exported = value(telemetry, "readmit_spans_exported_total", sink="file")
+        assert min(shown) >= 10
+        assert exported > 0
+        closing = Story(episode="f" * 32).say(0, "process", "exited", attempt=1, process="engine").close(0)
+        closing.tell(journal, began - 5_000_000_000)
+        again = Telemetry(journal, residents(), environ={})
+        again.step()
+        assert all(value(again, name, slot="a") >= before for name, before in zip(names, shown, strict=True))
+        assert value(again, "readmit_spans_exported_total", sink="file") > exported
+        again.close()
+
+    def test_what_another_journal_s_daemon_showed_is_not_carried_on(self, journal, telemetry, tmp_path):
+        Story().open(0).tell(journal, boottime_ns() - 1000_000_000_000)
+        telemetry.step()
+        assert value(telemetry, "readmit_unready_seconds_total", slot="a") >= 1000
+        for file in tmp_path.glob("journal.sqlite3*"):
+            if not file.name.endswith(".shown"):
+                file.unlink()
+        journal.close()
+        fresh = Telemetry(journal, residents(), environ={})
+        fresh.step()
+        Story().open(0).tell(journal)
+        fresh.step()
+        assert value(fresh, "readmit_unready_seconds_total", slot="a") < 1000
+        fresh.close()
+
+    @pytest.mark.parametrize("harm", [b"", b"7", b"\xa5" * 100, b"0123456789abcdef {}"])
+    def test_a_file_of_what_was_shown_that_is_damaged_is_not_used(self, journal, telemetry, harm):
+        telemetry.step()
+        journal.path.with_name("journal.sqlite3.shown").write_bytes(harm)
+        again = Telemetry(journal, residents(), environ={})
+        again.step()
+        assert value(again, "readmit_recoveries_open") == 0
+        again.close()
+
 
 def counters(telemetry):
     return {
@@ -238,7 +286,8 @@ def test_resident_memory_stays_small(journal):
         from pathlib import Path
         from weightcache.journal import Journal
         from weightcache.telemetry import Telemetry
-        residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
+        empty = {"generations": {}, "claims": [], "refused": {}}
+        residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, **empty)
         telemetry = Telemetry(Journal(Path(sys.argv[1]), checkpoints=True), residents, "127.0.0.1:0", environ={})
         telemetry.start()
         telemetry.step()
