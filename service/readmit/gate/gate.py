@@ -62,11 +62,12 @@ class Gate:
         ]
         self.succession = Succession(self.slots, self.chronicle)
         self.overrides = Overrides(self.chronicle)
+        self._remedies = Remedies(settings.runtime_dir, settings.cache_socket)
         means = Means(
             settings,
             Verifier(self.probes, settings.unverified_ok, settings.probe_headers),
             self.chronicle,
-            Remedies(settings.runtime_dir, settings.cache_socket),
+            self._remedies,
             self.metrics,
             self.slots,
             self.overrides,
@@ -90,6 +91,8 @@ class Gate:
         self.failure: BaseException | None = None
         """An error of the gate's own, after which it must not go on."""
         self._task: asyncio.Task[None] | None = None
+        self._cured: set[str] = set()
+        """Generations that were quarantined because engines died on them."""
         self._opened = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -307,6 +310,16 @@ class Gate:
                 self.end_override("expired", self.overrides.current.user)
             for watch in self.watches.values():
                 watch.check_lease()
+            if self.settings.cure_wrong and self._remedies.can_quarantine:
+                await self._cure_failing()
+
+    async def _cure_failing(self) -> None:
+        """Quarantine weights on which engines die again and again: the next attempt then reads the disk."""
+        for name in self.watches:
+            for generation in self.chronicle.failed_on(name) - self._cured:
+                context = self.chronicle.context(name)
+                if await self._remedies.quarantine(generation, "failed_attempts", context):
+                    self._cured.add(generation)
 
     async def _weigh(self) -> None:
         """Keep `costs` up to date: of an engine that has just become ready at once, of the others now and then."""

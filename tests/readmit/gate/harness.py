@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import httpx
 
+from readmit.gate.process import Engine
 from readmit.probes import Expectation, Probe, ProbeSet
-from weightcache.journal import Event, Journal
+from weightcache.journal import Context, Event, Journal, boottime_ns, new_episode_id
 
 T = TypeVar("T")
 PATIENCE_S = 90.0
@@ -146,6 +147,20 @@ class History:
 
     def states(self, slot: str = "a") -> list[tuple[str, str]]:
         return [(event.name, event.attributes["reason"]) for event in self.events("slot_state", slot)]
+
+    def spawned(self, pid: int, fault_s: float = 0) -> str:
+        """Write what a keeper writes when it starts an engine; returns the episode."""
+        engine = Engine.of(pid)
+        assert engine is not None
+        where = Context("node", "a", new_episode_id())
+        fault = {"fault_boottime_ns": boottime_ns() - round(fault_s * 1e9), "fault_clock": "exit"}
+        self.journal.append("episode_open", "crash", fault, context=where)
+        where = where._replace(attempt=1)
+        self.journal.append("attempt_start", "", {}, context=where)
+        facts = {"process": "engine", "pid": engine.pid, "start_ticks": engine.start_ticks}
+        self.journal.append("process", "spawned", facts, context=where)
+        assert where.episode is not None
+        return where.episode
 
 
 @contextmanager

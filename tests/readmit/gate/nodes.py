@@ -29,6 +29,7 @@ class Node(Child):
         *options: str,
         cached: bool = False,
         slots: Sequence[str] = ("a",),
+        engine: Path | None = None,
     ) -> None:
         self.model = model
         self.runtime_dir = folder / "run"
@@ -41,17 +42,17 @@ class Node(Child):
             *("--probes", str(golden), "--runtime-dir", str(self.runtime_dir)),
             *("--verify-interval", "0.2", "--drain-notice", "0", *options),
         ]
-        engine = [sys.executable, "-m", "readmit.engine", str(model)]
+        command = [sys.executable, *([str(engine)] if engine else ["-m", "readmit.engine"]), str(model)]
         daemon = [sys.executable, "-m", "weightcache.daemon", "--metrics", f"127.0.0.1:{free_port()}"]
         if cached:
             gate += ["--cache-socket", str(self.runtime_dir / "cache.sock")]
-            engine += ["--weight-cache", "client"]
+            command += ["--weight-cache", "client"]
         spec = folder / "keeper.json"
         children: list[dict[str, Any]] = [
             *([{"name": "daemon", "role": "daemon", "argv": daemon}] if cached else []),
             {"name": "gate", "role": "gate", "argv": gate},
             *(
-                {"name": slot, "role": "engine", "argv": [*engine, "--port", url.rpartition(":")[2]], "stop_s": 2.0}
+                {"name": slot, "role": "engine", "argv": [*command, "--port", url.rpartition(":")[2]], "stop_s": 2.0}
                 for slot, url in urls.items()
             ),
         ]

@@ -11,6 +11,8 @@ import pytest
 from tests.readmit.gate.harness import Damage, ending, until
 from tests.readmit.gate.nodes import ASK, Node
 
+FRAGILE = Path(__file__).with_name("fragile_engine.py")
+
 
 @pytest.fixture
 def node(model: Path, golden: Path, tmp_path: Path) -> Iterator[Node]:
@@ -102,3 +104,19 @@ def test_resident_weights_that_answer_wrongly_are_quarantined_and_loaded_anew(
         assert (recovery.fault_clock, recovery.path, recovery.reason) == ("last_correct_answer", "miss", "quarantined")
         answer = httpx.post(f"{node.gate_url}/v1/completions", json=ASK, timeout=60).json()
         assert answer["choices"][0]["text"] == " Paris."
+
+
+def test_weights_on_which_engines_die_twice_in_a_row_are_quarantined(model: Path, golden: Path, tmp_path: Path) -> None:
+    node = Node(model, golden, tmp_path, cached=True, engine=FRAGILE)
+    with ending(node):
+        node.until_ready()
+        until(lambda: "published" in node.history.names("publish"), "the first start to publish")
+        until(lambda: node.replay().slots["a"].episode is None, "the first start to be over")
+        os.kill(node.child("a")["pid"], signal.SIGKILL)
+        until(lambda: node.closed("crash"), "the crash to be recovered from")
+        (recovery,) = node.closed("crash")
+        paths = [(attempt.path, attempt.exit_code) for attempt in recovery.attempts]
+        assert paths == [("hit", 70), ("hit", 70), ("miss", None)]
+        assert (recovery.outcome, recovery.path, recovery.reason) == ("ready", "partial", "quarantined")
+        (quarantine,) = node.history.events("quarantine")
+        assert (quarantine.name, quarantine.attributes["reason"]) == ("set", "failed_attempts")

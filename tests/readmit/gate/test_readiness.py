@@ -23,7 +23,6 @@ from tests.readmit.gate.harness import (
 )
 
 from readmit import demo_model
-from readmit.gate.process import Engine
 from weightcache.journal import Context, boottime_ns, new_episode_id
 
 ASK = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
@@ -267,14 +266,14 @@ def test_when_all_answer_wrongly_the_golden_answers_are_doubted(
 def test_answers_of_another_process_than_the_engine_do_not_count(
     engines: Pair, golden: Path, history: History, bystander: subprocess.Popen[bytes]
 ) -> None:
-    _spawned(history, bystander.pid)
+    history.spawned(bystander.pid)
     gate = Gate("--slot", f"a={engines[0].url}", "--journal", str(history.path), "--probes", str(golden))
     with ending(gate):
         slot = gate.until_state("verifying", "foreign_listener")
         assert slot["pid"] == bystander.pid
         assert not gate.ready
         assert history.names("probe") == []
-        _spawned(history, engines[0].pid)
+        history.spawned(engines[0].pid)
         bystander.kill()
         bystander.wait()
         gate.until_ready()
@@ -286,7 +285,7 @@ def test_a_supervised_slot_waits_for_its_keepers_word(engines: Pair, golden: Pat
     with ending(gate):
         time.sleep(0.5)
         assert gate.slot()["state"] == "starting"
-        episode = _spawned(history, engines[0].pid)
+        episode = history.spawned(engines[0].pid)
         gate.until_ready()
         (closed,) = until(lambda: history.events("episode_close"), "the episode to be closed")
         (ended,) = history.events("attempt_end")
@@ -301,7 +300,7 @@ def test_a_supervised_slot_waits_for_its_keepers_word(engines: Pair, golden: Pat
 
 def test_a_gate_that_starts_again_verifies_and_opens_no_episode(engines: Pair, golden: Path, history: History) -> None:
     options = ["--slot", f"a={engines[0].url}", "--journal", str(history.path), "--probes", str(golden)]
-    _spawned(history, engines[0].pid)
+    history.spawned(engines[0].pid)
     first = Gate(*options)
     with ending(first):
         first.until_ready()
@@ -319,7 +318,7 @@ def test_what_a_refused_client_is_told_comes_from_the_journal(
 ) -> None:
     for number, seconds in enumerate((30, 50, 40)):
         _recovered(history, seconds, ended_ago_s=300 - 100 * number)
-    episode = _spawned(history, bystander.pid, fault_s=12)
+    episode = history.spawned(bystander.pid, fault_s=12)
     where = Context("node", "a", episode, 1)
     history.journal.append("lookup", "miss", {"reason": "absent"}, context=where._replace(rank=0))
     history.journal.append("phase_begin", "load_weights", context=where)
@@ -341,21 +340,6 @@ def test_what_a_refused_client_is_told_comes_from_the_journal(
             assert int(answer.headers["retry-after"]) == max(1, round(40 - problem["elapsed_s"] + 0.5))
             assert problem["error"]["code"] == "not_ready"
             assert set(problem["error"]) == {"message", "type", "param", "code"}
-
-
-def _spawned(history: History, pid: int, fault_s: float = 0) -> str:
-    """Write what a keeper writes when it starts an engine; returns the episode."""
-    engine = Engine.of(pid)
-    assert engine is not None
-    where = Context("node", "a", new_episode_id())
-    fault = {"fault_boottime_ns": boottime_ns() - round(fault_s * 1e9), "fault_clock": "exit"}
-    history.journal.append("episode_open", "crash", fault, context=where)
-    where = where._replace(attempt=1)
-    history.journal.append("attempt_start", "", {}, context=where)
-    facts = {"process": "engine", "pid": engine.pid, "start_ticks": engine.start_ticks}
-    history.journal.append("process", "spawned", facts, context=where)
-    assert where.episode is not None
-    return where.episode
 
 
 def _recovered(history: History, seconds: float, *, ended_ago_s: float) -> None:

@@ -1,0 +1,47 @@
+"""What an engine costs: memory of its own, and room for tokens as engines tell it."""
+
+import os
+
+import pytest
+
+from readmit.gate.cost import kv_tokens, memory_of
+from readmit.gate.process import Engine
+
+VLLM = """\
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_cpu_blocks="None",num_gpu_blocks="27421"} 1.0
+vllm:num_requests_running{engine="0",model_name="m"} 0.0
+"""
+SGLANG = """\
+# TYPE sglang:max_total_num_tokens gauge
+sglang:max_total_num_tokens{model_name="m"} 4.5e+05
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tokens"),
+    [
+        (VLLM, 27421 * 16),
+        (SGLANG, 450_000),
+        ("sglang:max_total_num_tokens 1024\n", 1024),
+        ('vllm:cache_config_info{block_size="16"} 1.0\n', None),
+        ("", None),
+    ],
+)
+def test_engines_say_what_their_cache_has_room_for(metrics: str, tokens: int | None) -> None:
+    assert kv_tokens(metrics) == tokens
+
+
+def test_memory_is_counted_once_for_whom_it_belongs_to() -> None:
+    engine = Engine.of(os.getpid())
+    assert engine is not None
+    before = memory_of(engine)
+    grown = bytearray(os.urandom(1 << 20) * 32)
+    after = memory_of(engine)
+    assert before is not None
+    assert after is not None
+    assert after[0] - before[0] > len(grown) // 2
+
+
+def test_an_engine_that_is_gone_costs_nothing_that_is_known() -> None:
+    assert memory_of(Engine(os.getpid(), 1)) is None
