@@ -9,9 +9,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +100,7 @@ class Node:
         (self.folder / "probes.json").write_text(json.dumps(probes))
         command = [sys.executable, "-m", "readmit.cli", "up", str(self.folder / "readmit.toml")]
         with (self.folder / "up.log").open("w") as log:
-            self._up = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ))
+            self._up = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment())
         wait_for(lambda: len(self.closed()) >= len(self.ports), "first starts")
 
     def closed(self) -> list[Episode]:
@@ -109,10 +109,10 @@ class Node:
         self._replay.catch_up(Journal(self.folder / "s" / "journal.sqlite3"))
         return [episode for episode in self._replay.episodes if not episode.is_open]
 
-    def started(self) -> list[str | None]:
+    def started(self, slot: str = "a") -> list[str | None]:
         """How each engine process was started: ``forked``, ``refused`` (so plainly), None where nothing is held."""
         journal = Journal(self.folder / "s" / "journal.sqlite3")
-        events = journal.query("WHERE kind = 'process' AND name = 'spawned' AND slot IS NOT NULL ORDER BY id")
+        events = journal.query("WHERE kind = 'process' AND name = 'spawned' AND slot = ? ORDER BY id", slot)
         return [event.attributes.get("preload") for event in events]
 
     def pid(self, slot: str = "a") -> int:
@@ -129,9 +129,13 @@ class Node:
 
         def status() -> str:
             child = self.children().get(f"{slot}-preload", {})
-            return str(child["status"]) if child.get("ready") else ""
+            return str(child["status"]) if child.get("ready") and child["pid"] else ""
 
         return wait_for(status, "a resident process")
+
+    def outdate_residents(self) -> None:
+        """Have it look as if a package had been installed: the next start is plain, and another resident is made."""
+        os.utime(sysconfig.get_path("purelib"))
 
     def processes(self, slot: str = "a") -> dict[str, list[int]]:
         """The pids of a slot's session by what they are: ``api``, ``core``, ``worker``, ``other``."""
@@ -143,8 +147,15 @@ class Node:
         others = [pid for pid in session if pid not in known]
         return {"api": [leader], "core": [core], "worker": workers, "other": others}
 
-    def kill(self, part: str, slot: str = "a") -> tuple[Episode, int, int]:
+    def kill(
+        self, part: str, slot: str = "a", meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[Episode, int, int]:
         """SIGKILL a part of an engine; the episode that follows, and what is left of what was killed then.
+
+        Args:
+            part: ``api``, ``core`` or ``worker``.
+            slot: whose.
+            meanwhile: called at once after the kill.
 
         Returns:
             The episode, once it has ended; how many of the old processes live; how many of their segments are there.
@@ -157,6 +168,7 @@ class Node:
         with os.scandir("/dev/shm") as entries:
             segments = {entry.name for entry in entries if entry.inode() in inodes}
         os.kill(pids[part][0], signal.SIGKILL)
+        meanwhile()
         wait_for(lambda: len(self.closed()) > before, f"recovery from the death of {part}")
         left = [pid for pid, ticks in old.items() if (stat := Stat.read(pid)) and stat.start_ticks == ticks]
         return self.closed()[before], len(left), sum((Path("/dev/shm") / name).exists() for name in segments)
@@ -180,7 +192,17 @@ class Node:
             ask_engine(self.ports[slot], PROMPTS[0], 64)
             return 64 / (time.perf_counter() - began)
 
-        return max(once() for _ in range(3))
+        return max(once() for _ in range(2))
+
+    def takeover_s(self) -> float:
+        """Seconds until the gate gives an answer again."""
+        began = time.monotonic()
+        while True:
+            try:
+                ask_address(self.gate, PROMPTS[0], 1)
+                return time.monotonic() - began
+            except OSError:  # refused, cut off, or not ready
+                time.sleep(0.01)
 
     def stop(self) -> None:
         self._up.send_signal(signal.SIGTERM)
@@ -188,14 +210,52 @@ class Node:
         shutil.rmtree(self.folder)
 
 
+def observed_start(model: Path, probes: dict[str, Any]) -> Episode:
+    """A start of vLLM as it is, without our plug-in, watched by ``readmit run --observe``; its episode."""
+    with tempfile.TemporaryDirectory(prefix="observed-") as name:
+        folder = Path(name)
+        (folder / "probes.json").write_text(json.dumps(probes))
+        command = [sys.executable, "-m", "readmit.cli", "run", "--observe", "--gate", f"127.0.0.1:{free_port()}"]
+        command += ["--probes", str(folder / "probes.json"), "--", sys.executable, "-m", MODULE, "--model", str(model)]
+        command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(free_port())]
+        command += ["--max-model-len", "512", "--enforce-eager"]
+        places = {"READMIT_RUNTIME": f"{folder}/r", "READMIT_STATE": f"{folder}/s", "VLLM_PLUGINS": ""}
+        with (folder / "run.log").open("w") as log:
+            env = {**_environment(), **ENVIRONMENT, **places}
+            run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+
+        def closed() -> list[Episode]:
+            assert run.poll() is None, (folder / "run.log").read_text()
+            replay = Replay()
+            replay.catch_up(Journal(folder / "s" / "journal.sqlite3"))
+            return [episode for episode in replay.episodes if not episode.is_open]
+
+        try:
+            return wait_for(closed, "an observed start")[0]
+        finally:
+            run.send_signal(signal.SIGTERM)
+            run.wait(PATIENCE_S)
+
+
+def _environment() -> dict[str, str]:
+    # Without it every start would compile this project's modules again, and preparing a restart takes longer.
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def ask_engine(port: int, prompt: str, tokens: int = 16) -> tuple[str, tuple[float, ...]]:
     """A greedy answer from an engine, past any gate, and the log-probabilities of its tokens."""
-    body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "ignore_eos": True}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        choice = json.load(response)["choices"][0]
+    choice = ask_address(f"127.0.0.1:{port}", prompt, tokens, logprobs=1)
     return choice["text"], tuple(choice["logprobs"]["token_logprobs"])
+
+
+def ask_address(address: str, prompt: str, tokens: int, **options: Any) -> dict[str, Any]:
+    """The first choice of a greedy completion from whoever listens there."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **options}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        choice: dict[str, Any] = json.load(response)["choices"][0]
+    return choice
 
 
 def p50(values: list[float]) -> float:

@@ -1,28 +1,23 @@
 """Kill vLLM in every way and on every path, and say how it came back: a table, then one line of JSON.
 
-``python -m tests.engines.recoveries [--kills N] [--parts plain,preload,standby,tp2]``
+``python -m tests.engines.recoveries [--kills N] [--parts off,shared,tp2,observed]``
 """
 
 import argparse
 import json
-import os
-import signal
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
 import vllm
 from tests.engines import checkpoints
-from tests.engines.node import NAME, PROMPTS, Node, p50
+from tests.engines.node import NAME, PROMPTS, Node, observed_start, p50
 
 from readmit.demo_model import prepare
 from weightcache.episodes import Episode
 from weightcache.vocabulary import UNATTRIBUTED
 
-PARTS: Final = ("plain", "preload", "standby", "tp2")
+PARTS: Final = ("off", "shared", "tp2", "observed")
 KILLED: Final = ("api", "core", "worker")
 TOLERANCE: Final = 0.1
 """Nats by which a log-probability in bf16 may move between batches."""
@@ -38,17 +33,32 @@ class Account:
         self.logprobs_apart = 0.0
         self.expected: dict[str, Any] = {}
 
-    def kill(self, node: Node, part: str, path: str, model: str = "demo") -> Episode:
-        """Kill a part of an engine and account for its recovery on a path that must be the expected one."""
-        episode, orphans, shm_left = node.kill(part)
+    def kill(self, node: Node, part: str, path: str, *, named: str | None = None, model: str = "demo") -> Episode:
+        """Kill a part of an engine and account for its recovery on a path that must be the expected one.
+
+        Args:
+            node: whose slot ``a`` it is.
+            part: see `Node.kill`.
+            path: how it must get its weights.
+            named: what to count it as, by default the path. ``preload`` is measured as a takeover as well.
+            model: whose answers it must give.
+        """
+        named = named or path
+
+        def meanwhile() -> None:
+            if named == "preload":
+                self.totals.setdefault("standby", []).append(node.takeover_s())
+
+        episode, orphans, shm_left = node.kill(part, meanwhile=meanwhile)
         assert episode.outcome == "ready", f"{episode.outcome} after the death of {part}"
-        assert path in (episode.path, "preload"), f"{episode.path} ({episode.reason}) in place of {path}"
+        assert path == episode.path, f"{episode.path} ({episode.reason}) in place of {path}"
+        started = node.started("a")[-1]
+        assert (started == "forked") == (named not in PLAIN), f"{started} in place of {named}"
         self.orphans, self.shm_left = self.orphans + orphans, self.shm_left + shm_left
-        self.totals.setdefault(path, []).append(episode.total_s)
+        self.totals.setdefault(named, []).append(episode.total_s)
         self.episodes.append(episode)
         self.check(node, model)
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in episode.phases_s().items())
-        print(f"{path:8} {part:7} {episode.cause:7} {episode.total_s:7.2f} s   {phases}", flush=True)
+        print(f"{named:8} {part:7} {episode.cause:7} {episode.total_s:7.2f} s   {_phases(episode)}", flush=True)
         return episode
 
     def check(self, node: Node, model: str = "demo") -> None:
@@ -63,8 +73,12 @@ class Account:
             self.logprobs_apart = max(self.logprobs_apart, apart)
             self.parity_failures += text != right or apart > TOLERANCE
 
-    def hits(self) -> list[Episode]:
-        return [episode for episode in self.episodes if episode.path == "hit"]
+    def on(self, path: str) -> list[Episode]:
+        return [episode for episode in self.episodes if episode.path == path]
+
+
+PLAIN: Final = ("off", "miss", "hit")
+"""What is restarted by importing everything."""
 
 
 def probes(text: str = "Paris") -> dict[str, Any]:
@@ -72,65 +86,48 @@ def probes(text: str = "Paris") -> dict[str, Any]:
     return {"model": NAME, "probes": [{"name": "p", "prompt": PROMPTS[0], "max_tokens": 8, "expect": expected}]}
 
 
-def plain(account: Account, model: Path, kills: int) -> dict[str, Any]:
-    """Restarts that import everything, from disk and from the cache."""
-    for mode, paths in (("off", ("off",)), ("client", ("hit", "miss"))):
-        node = Node(model, mode=mode)
-        try:
-            node.start(probes())
-            account.check(node)
-            for path in paths:
-                for number in range(kills):
-                    if path == "miss":
-                        node.release()
-                    account.kill(node, KILLED[number % len(KILLED)], path)
-            speed = node.tokens_per_s()
-        finally:
-            node.stop()
-    return {"tokens_per_s": round(speed, 1)}
-
-
-def preload(account: Account, model: Path, kills: int) -> dict[str, Any]:
-    """Restarts forked from a resident process."""
-    node = Node(model, preload=True)
+def off(account: Account, model: Path, kills: int) -> dict[str, Any]:
+    """Restarts from disk, without a cache."""
+    node = Node(model, mode="off")
     try:
         node.start(probes())
         account.check(node)
-        resident = node.wait_for_resident()
-        plain_speed = node.tokens_per_s()
         for number in range(kills):
-            account.kill(node, KILLED[number % len(KILLED)], "preload")
-        return {
-            "resident": resident,
-            "forked": sum(how == "forked" for how in node.started()),
-            "tokens_per_s": {"plain": round(plain_speed, 1), "forked": round(node.tokens_per_s(), 1)},
-        }
+            account.kill(node, KILLED[number % len(KILLED)], "off")
     finally:
         node.stop()
+    return {}
 
 
-def standby(account: Account, model: Path, kills: int) -> dict[str, Any]:
-    """The service's outage when one of two engines on the same weights dies."""
+def shared(account: Account, model: Path, kills: int) -> dict[str, Any]:
+    """One of two engines on the same weights dies: plain and forked restarts in turn, and restarts that miss."""
     node = Node(model, slots="ab", preload=True)
+    speeds: dict[str, list[float]] = {"plain": [], "forked": []}
     try:
         node.start(probes())
-        node.wait_for_resident()
-        for _ in range(kills):
-            pid, began = node.processes()["api"][0], time.monotonic()
-            before = len(node.closed())
-            os.kill(pid, signal.SIGKILL)
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://{node.gate}/readyz", timeout=5).read()
-                    break
-                except (urllib.error.URLError, OSError):
-                    time.sleep(0.01)
-            account.totals.setdefault("standby", []).append(time.monotonic() - began)
-            while len(node.closed()) == before:
-                time.sleep(0.2)
-        return {}
+        account.check(node)
+        for number in range(kills):
+            part = KILLED[number % len(KILLED)]
+            resident = node.wait_for_resident()
+            node.outdate_residents()
+            account.kill(node, part, "hit")
+            speeds["plain"].append(node.tokens_per_s())
+            node.wait_for_resident()
+            account.kill(node, part, "hit", named="preload")
+            speeds["forked"].append(node.tokens_per_s())
+            node.outdate_residents()
+            node.release()
+            account.kill(node, part, "miss")
     finally:
         node.stop()
+    plain, forked = p50(speeds["plain"]), p50(speeds["forked"])
+    published = [it.parts_s()["load_weights.publish"] / it.total_s for it in account.on("miss")]
+    return {
+        "resident": resident,
+        "preload_to_plain": round(p50(account.totals["preload"]) / p50(account.totals["hit"]), 3),
+        "tokens_per_s": {"plain": plain, "forked": forked, "ratio": round(forked / plain, 3)},
+        "publish_share_of_miss": round(max(published), 4),
+    }
 
 
 def tp2(account: Account, model: Path, kills: int) -> dict[str, Any]:
@@ -143,14 +140,18 @@ def tp2(account: Account, model: Path, kills: int) -> dict[str, Any]:
             [first] = node.closed()
             account.check(node, "llama")
             node.wait_for_resident()
-            for number in range(kills):
-                account.kill(node, KILLED[number % len(KILLED)], "hit", "llama")
-            hit = account.episodes[-1]
+            recovered = [
+                account.kill(node, KILLED[number % len(KILLED)], "hit", named="tp2", model="llama")
+                for number in range(kills)
+            ]
+            hit = recovered[-1]
             lookups = hit.attempt.lookups if hit.attempt else []
             node.release(next(it.attributes["generation"] for it in lookups if it.rank == 1))
             partial, _, _ = node.kill("api")
             missed = partial.miss
             return {
+                "n": kills,
+                "p50_s": p50(account.totals.pop("tp2")),
                 "first": first.path,
                 "ranks": sorted(it.rank for it in lookups),
                 "hits": sum(it.result == "hit" for it in lookups),
@@ -162,6 +163,23 @@ def tp2(account: Account, model: Path, kills: int) -> dict[str, Any]:
             node.stop()
 
 
+def observed(account: Account, model: Path, kills: int) -> dict[str, Any]:
+    """A start without our plug-in, of which we know what vLLM prints."""
+    del account, kills
+    episode = observed_start(model, probes())
+    phases = episode.phases_s()
+    print(f"observed {episode.path:7} {episode.total_s:7.2f} s   {_phases(episode)}", flush=True)
+    return {
+        "path": episode.path,
+        "total_s": round(episode.total_s, 3),
+        "unattributed_share": round(phases.get(UNATTRIBUTED, 0.0) / episode.total_s, 4),
+    }
+
+
+def _phases(episode: Episode) -> str:
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in episode.phases_s().items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=3, help="kills on every path")
@@ -170,15 +188,14 @@ def main() -> None:
     model, account, found = prepare(), Account(), {}
     for part in arguments.parts.split(","):
         found[part] = globals()[part](account, model, arguments.kills)
-    hits = account.hits()
-    parts = [episode.parts_s() for episode in hits]
+    hits = [episode for episode in account.on("hit") if episode.attempt and len(episode.attempt.lookups) == 1]
     total = sum(episode.total_s for episode in account.episodes)
     unattributed = sum(episode.phases_s().get(UNATTRIBUTED, 0.0) for episode in account.episodes)
     report = {
         "engine": f"vllm {vllm.__version__} cpu",
         "paths": {path: {"n": len(times), "p50_s": p50(times)} for path, times in account.totals.items()},
         "load_weights_hit_ms": p50([1000 * it.phases_s()["load_weights"] for it in hits]) if hits else None,
-        "bind_ms": p50([1000 * it["load_weights.bind"] for it in parts]) if hits else None,
+        "bind_ms": p50([1000 * it.parts_s()["load_weights.bind"] for it in hits]) if hits else None,
         "unattributed_share": round(unattributed / total, 4) if total else None,
         "parity_failures": account.parity_failures,
         "logprobs_apart": round(account.logprobs_apart, 4),

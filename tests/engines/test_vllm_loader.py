@@ -15,15 +15,19 @@ import torch
 from tests.engines import checkpoints
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
+from weightcache import messages
 from weightcache.errors import CacheMiss, CheckpointError, ConfigError
-from weightcache.integrations import vllm_loader
-from weightcache.integrations.vllm import is_tested
+from weightcache.integrations import vllm, vllm_loader
 from weightcache.integrations.vllm_loader import WeightCacheLoader
+from weightcache.protocol import Connection
+from weightcache.version import VERSION
 
 PROMPTS = [[1, 5, 9, 30, 77, 200], [1, 400, 3], [1, *range(40, 140)]]
 State = dict[str, tuple[str, tuple[int, ...], str]]
@@ -148,15 +152,32 @@ def load(config: VllmConfig, socket: Path, **extra: Any) -> tuple[torch.nn.Modul
     return loader.load_model(config, config.model_config), loader
 
 
+def generations(socket: Path) -> list[dict[str, Any]]:
+    """What a daemon holds."""
+    connection = Connection(socket, messages.Hello(version=VERSION))
+    try:
+        status, _ = connection.ask(messages.Status(), messages.Done)
+    finally:
+        connection.close()
+    held: list[dict[str, Any]] = status.data["generations"]
+    return held
+
+
 @pytest.mark.parametrize(
     ("change", "reason", "detail"),
     [
         (lambda config: setattr(config.model_config, "enable_sleep_mode", True), "state_unrestorable", None),
         (lambda config: setattr(config.parallel_config, "enable_eplb", True), "state_unrestorable", None),
         (lambda config: setattr(config.offload_config.uva, "cpu_offload_gb", 1), "state_unrestorable", None),
+        (
+            lambda config: setattr(config.offload_config.prefetch, "offload_group_size", 1),
+            "state_unrestorable",
+            None,
+        ),
+        (lambda config: setattr(config, "lora_config", LoRAConfig()), "state_unrestorable", None),
         (lambda config: setattr(config.model_config, "quantization", "fp8"), "quant_not_allowed", "other"),
     ],
-    ids=["sleep mode", "moving experts", "offloading", "quantised by vLLM itself"],
+    ids=["sleep mode", "moving experts", "offloading", "offloading groups", "adapters", "quantised by vLLM itself"],
 )
 def test_what_cannot_travel_is_refused_before_a_byte_is_loaded(
     vllm_config: VllmConfig, daemon: Path, change: Any, reason: str, detail: str | None
@@ -167,14 +188,63 @@ def test_what_cannot_travel_is_refused_before_a_byte_is_loaded(
     assert (refused.value.reason, refused.value.detail) == (reason, detail)
 
 
-def test_a_draft_model_is_loaded_from_disk_and_publishes_nothing(vllm_config: VllmConfig, daemon: Path) -> None:
+def test_weights_that_processing_moves_elsewhere_are_never_published(
+    vllm_config: VllmConfig, daemon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU, where processed weights are shared. On a CPU processing empties parameters, which is what must show.
+    build = vllm_loader._Load.__init__
+
+    def shares_processed(self: Any, *rest: Any) -> None:
+        build(self, *rest)
+        self._shares_processed = True
+
+    monkeypatch.setattr(vllm_loader._Load, "__init__", shares_processed)
+    model, loader = load(vllm_config, daemon)
+    assert loader.outcome is not None
+    assert (loader.outcome.path, loader.outcome.reason) == ("miss", "state_unrestorable")
+    assert loader.outcome.generation is None
+    assert "q" in (loader.outcome.private_because or "")
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert generations(daemon) == []
+
+
+def test_resident_weights_count_when_caches_are_sized(vllm_config: VllmConfig, daemon: Path) -> None:
     vllm_config.load_config.load_format = "weightcache"
     vllm_config.load_config.model_loader_extra_config = {"socket": str(daemon)}
+    assert get_model_loader(vllm_config.load_config).get_external_weight_memory(vllm_config) == 0
+    model, loader = load(vllm_config, daemon)
+    [held] = generations(daemon)
+    assert loader.get_external_weight_memory(vllm_config) == held["bytes"] > 0
+    del model
+
+
+@pytest.mark.parametrize("stands_alone", [False, True], ids=["beside the target", "in a configuration of its own"])
+def test_a_draft_model_is_loaded_from_disk_and_publishes_nothing(
+    vllm_config: VllmConfig, daemon: Path, stands_alone: bool
+) -> None:
+    vllm_config.load_config.load_format = "weightcache"
+    vllm_config.load_config.model_loader_extra_config = {"socket": str(daemon)}
+    draft_config = copy.copy(vllm_config.model_config)
+    draft_config.runner_type = "draft"
+    if stands_alone:
+        vllm_config.model_config = draft_config
     loader = get_model_loader(vllm_config.load_config)
-    draft = loader.load_model(vllm_config, copy.copy(vllm_config.model_config))
+    draft = loader.load_model(vllm_config, draft_config)
     assert loader.outcome is None
     assert not any(parameter.is_meta for parameter in draft.parameters())
     assert "_weightcache_lease" not in draft.__dict__
+
+
+def test_what_else_decides_the_tensors_is_part_of_the_identity(
+    vllm_config: VllmConfig, daemon: Path, llama: Path
+) -> None:
+    load(vllm_config, daemon)
+    changed = EngineArgs(
+        model=str(llama), skip_tokenizer_init=True, enforce_eager=True, hf_overrides={"num_hidden_layers": 1}
+    ).create_engine_config()
+    with pytest.raises(CacheMiss) as refused:
+        load(changed, daemon, policies={"fingerprint": "fail"})
+    assert (refused.value.reason, refused.value.detail) == ("fingerprint", "kernel_backend")
 
 
 def test_files_that_change_while_they_are_read_are_not_published(
@@ -215,8 +285,17 @@ def test_an_unknown_option_is_an_error_that_names_it(vllm_config: VllmConfig, ex
         get_model_loader(vllm_config.load_config)
 
 
+def test_another_release_says_what_was_expected() -> None:
+    vllm.refuse("0.99.0")
+    try:
+        with pytest.raises(ConfigError, match=r"expected vLLM 0\.32.*found vLLM 0\.99\.0"):
+            get_model_loader(LoadConfig(load_format="weightcache"))
+    finally:
+        register_model_loader("weightcache")(WeightCacheLoader)
+
+
 def test_only_tested_releases_get_the_load_format() -> None:
-    assert is_tested("0.32.0")
-    assert is_tested("0.32.1.dev3")
-    assert not is_tested("0.33.0")
-    assert not is_tested("0.3")
+    assert vllm.is_tested("0.32.0")
+    assert vllm.is_tested("0.32.1.dev3")
+    assert not vllm.is_tested("0.33.0")
+    assert not vllm.is_tested("0.3")

@@ -1,5 +1,6 @@
 """Which weights a rank of vLLM needs, from vLLM's own configuration, and which of them may not be shared."""
 
+import json
 from typing import Any, Final
 
 import torch
@@ -42,8 +43,13 @@ def cache_config(vllm_config: VllmConfig, model_config: ModelConfig, folder: Fol
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
-        kernel_backend=_kernel_backend(vllm_config),
+        kernel_backend=_kernel_backend(vllm_config, model_config),
     )
+
+
+def is_draft(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
+    """Whether a model proposes tokens for another one; vLLM loads some of those in a configuration of their own."""
+    return model_config is not vllm_config.model_config or model_config.runner_type == "draft"
 
 
 def barred(vllm_config: VllmConfig, model_config: ModelConfig, folder: Folder) -> CacheMiss | None:
@@ -90,14 +96,22 @@ def _capability(vllm_config: VllmConfig) -> str | None:
     return f"sm_{major}{minor}"
 
 
-def _kernel_backend(vllm_config: VllmConfig) -> str:
-    """What chooses the layout of processed weights. On the CPU weights are shared before any of it applies."""
+def _kernel_backend(vllm_config: VllmConfig, model_config: ModelConfig) -> str:
+    """What else chooses which tensors a rank has, and the layout of processed ones.
+
+    On the CPU weights are shared before any kernel decides on a layout.
+    """
     device: str = vllm_config.device_config.device_type
-    if device == "cpu":
-        return device
+    parallel, overrides = vllm_config.parallel_config, model_config.hf_overrides
     chosen: dict[str, Any] = {
-        "moe": str(vllm_config.kernel_config.moe_backend),
-        "all2all": vllm_config.parallel_config.all2all_backend,
-        "attention": str(vllm_config.attention_config.backend),
+        "convert": "" if model_config.convert_type == "none" else model_config.convert_type,
+        "experts": parallel.expert_placement_strategy if parallel.enable_expert_parallel else "",
+        "overrides": json.dumps(overrides, sort_keys=True, default=repr) if overrides else "",
     }
+    if device != "cpu":
+        chosen["moe"] = str(vllm_config.kernel_config.moe_backend)
+        chosen["all2all"] = parallel.all2all_backend
+        chosen["attention"] = str(vllm_config.attention_config.backend)
+    if not any(chosen.values()):
+        return device
     return f"{device}-{stable_hash(chosen)[:12]}"

@@ -30,9 +30,10 @@ from weightcache.attachment import Outcome, Progress, ignore_progress
 from weightcache.binding import walk
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
-from weightcache.errors import CheckpointError, ConfigError
+from weightcache.errors import CacheMiss, CheckpointError, ConfigError
+from weightcache.fingerprint import CacheConfig
 from weightcache.identity import digest_of, prove
-from weightcache.integrations.vllm_identity import barred, cache_config
+from weightcache.integrations.vllm_identity import barred, cache_config, is_draft
 from weightcache.journal import Journal
 from weightcache.vocabulary import MODES
 
@@ -93,7 +94,7 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
             CacheMiss: the policy for the reason of a miss is to fail.
             CheckpointError: the files are bad, or changed while they were read.
         """
-        if model_config is not vllm_config.model_config:
+        if is_draft(vllm_config, model_config):
             log.warning(
                 "the draft model %s is loaded from disk: only the target's weights are shared", model_config.model
             )
@@ -132,6 +133,18 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
         """The loader that reads the files."""
         plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
         return DefaultModelLoader(plain)
+
+
+class Emptied(CacheMiss):
+    """Processing has moved weights to where no cache reaches."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(
+            "state_unrestorable",
+            f"processing left {len(names)} parameters without the bytes they had: {', '.join(names[:10])}",
+            remedy="Start without --load-format weightcache",
+            tensors=names,
+        )
 
 
 class _Load:
@@ -189,29 +202,45 @@ class _Load:
                 )
 
         try:
-            return attach(
-                self.model,
+            return self._attach_or_keep(
                 cache_config(self._vllm_config, self.model_config, folder, digest),
-                mode=self._loader.mode,
-                load=load,
-                load_bytes=_bytes(self.model),
-                journal=self._journal,
-                device=self._target.index if self._target.type == "cuda" else None,
-                barred=barred(self._vllm_config, self.model_config, folder),
-                **self._loader.options,
+                load,
+                barred(self._vllm_config, self.model_config, folder),
             )
         except BaseException:
             forget()  # or the next model in this process would get the skeleton's rotary embeddings
             raise
 
+    def _attach_or_keep(self, config: CacheConfig, load: Callable[[Progress], None], miss: CacheMiss | None) -> Outcome:
+        try:
+            return attach(
+                self.model,
+                config,
+                mode=self._loader.mode,
+                load=load,
+                load_bytes=_bytes(self.model),
+                journal=self._journal,
+                device=self._target.index if self._target.type == "cuda" else None,
+                barred=miss,
+                **self._loader.options,
+            )
+        except Emptied as emptied:  # the model is loaded, and its claim is given back
+            return Outcome(
+                "miss", self._loader.mode, emptied.reason, message=str(emptied), private_because=str(emptied)
+            )
+
     def _read_privately(self) -> Outcome:
         self._journal.append("lookup", "off", {"mode": "off"})
-        with self._journal.phase("load_weights.read"):
+        with self._journal.phase("load_weights.read"), contextlib.suppress(Emptied):
             self._read(ignore_progress)
         return Outcome(path="off", mode="off")
 
     def _read(self, progress: Progress) -> None:
-        """Fill the model from disk, as far as it is shared."""
+        """Fill the model from disk, as far as it is shared.
+
+        Raises:
+            Emptied: it is filled, and what it has now is not all of its weights.
+        """
         with self._target:
             loaded = self._build()
         total = _bytes(loaded)
@@ -224,7 +253,10 @@ class _Load:
             # One state under two objects: whoever holds the skeleton now holds the loaded model.
             object.__setattr__(self.model, "__dict__", loaded.__dict__)
         if self._shares_processed:
+            held = {name for name, tensor in self.model.named_parameters() if tensor.numel()}
             self._process()
+            if emptied := held - {name for name, tensor in self.model.named_parameters() if tensor.numel()}:
+                raise Emptied(sorted(emptied))
 
     def _build(self) -> nn.Module:
         built: nn.Module = initialize_model(self._vllm_config, model_config=self.model_config, prefix=self._prefix)

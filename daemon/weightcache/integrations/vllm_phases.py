@@ -40,6 +40,13 @@ CREATE_CLIENT: Final = "Overall Loading"
 """The span in which an API server starts the engine core and waits until that can serve."""
 CORE: Final = "EngineCoreProc init"
 
+PREPARED: Final = "Prepare model"
+"""The span after which an engine core has model and caches; it makes its scheduler then, and tells the API server."""
+TOKENIZER: Final = "renderer_from_config"
+"""The function with which an API server makes its tokenizer, for which vLLM opens no span."""
+MAKES_TOKENIZERS: Final = ("vllm.renderers", "vllm.v1.engine.async_llm", "vllm.v1.engine.llm_engine")
+"""Modules that have it, the latter two as far as they are imported already."""
+
 SERVING: Final = "Application startup complete."
 """What uvicorn says once it takes requests."""
 
@@ -76,8 +83,10 @@ class Marks(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         if (phase := SPANS.get(span.name)) is not None:
             self.end(phase)
-        elif span.name == CREATE_CLIENT:
+        if span.name in (PREPARED, CREATE_CLIENT):
             self.begin("server_ready")
+        elif span.name == CORE:
+            self.end("server_ready")
 
     def imported(self) -> None:
         """This process has its modules and settings; what it is for begins."""
@@ -116,6 +125,26 @@ class _Serving(logging.Handler):
             self._marks.end("server_ready")
 
 
+def _time_tokenizer(marks: Marks) -> None:
+    """Time the function that makes the tokenizer, wherever it is looked up from."""
+    import vllm.renderers
+
+    make = getattr(vllm.renderers, TOKENIZER)
+
+    @functools.wraps(make)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        marks.imported()
+        marks.begin("tokenizer_init")
+        try:
+            return make(*arguments, **options)
+        finally:
+            marks.end("tokenizer_init")
+
+    for name in MAKES_TOKENIZERS:
+        if getattr(sys.modules.get(name), TOKENIZER, None) is make:
+            setattr(sys.modules[name], TOKENIZER, timed)
+
+
 @functools.cache
 def install() -> None:
     """Write this process's phases from now on; the import that got here is one of them."""
@@ -131,6 +160,8 @@ def install() -> None:
     logging.getLogger("uvicorn.error").addHandler(_Serving(marks))
     if multiprocessing.current_process().name != "MainProcess":
         marks.imported()  # the span that says so in an API server has begun before plug-ins are asked
+    else:
+        _time_tokenizer(marks)
 
 
 def process_start_ns() -> int:
