@@ -35,7 +35,7 @@ TABLE: Final = Table(
         Marker(r"Weight cache unusable \(", result="miss"),
         Marker(r"Weight cache IPC loading failed", result="miss"),
         Marker(r"Unsupported(?:Quant|Platform)ForIPCError: ", result="miss"),
-        Marker(r"Model loading took ", "kv_profile"),
+        Marker(r"Model loading took |Using \w+ KV cache layout", "kv_profile"),  # the former on a GPU only
         Marker(r"Warming up model for the compilation", "compile"),
         Marker(r"Warming up done\.", "kv_profile"),
         Marker(r"torch\.compile took .* in total|torch\.compile takes ", "kv_profile"),

@@ -57,7 +57,8 @@ def test_a_recorded_start_of_vllm(here: Place) -> None:
     episode = recovered(here)
     assert (episode.path, episode.outcome) == ("off", "ready"), "the command does not ask for resident weights"
     phases = episode.phases_s()
-    assert {"import", "distributed_init", "load_weights", "server_ready", "semantic_verify"} <= set(phases)
+    started = {"import", "distributed_init", "load_weights", "kv_profile", "cache_alloc", "server_ready"}
+    assert {*started, "semantic_verify"} <= set(phases)
     assert sum(phases.values()) == pytest.approx(episode.total_s)
 
 
