@@ -53,8 +53,7 @@ def in_keeping(cache: Installed) -> int:
     return int(daemon["stored"])
 
 
-# Without any history there are the recordings alone; with one that ends too soon, this is an error that says so.
-@pytest.mark.parametrize("way", ["upgrade", "rollback"] if has_history() else [])
+@pytest.mark.parametrize("way", ["upgrade", "rollback"])
 def test_a_node_changes_its_release_under_engines_of_both(
     way: str, old: Path, old_engine: Engine, new_engine: Engine
 ) -> None:
@@ -115,3 +114,7 @@ def test_a_node_changes_its_release_under_engines_of_both(
             assert {it["path"]: it["closed"] for it in read["paths"]} == {"hit": 6, "miss": 2}
     finally:
         cache.close()
+
+
+if not has_history():  # there are the recordings; a history that ends too soon is an error that says so
+    del test_a_node_changes_its_release_under_engines_of_both

@@ -59,12 +59,23 @@ def wait_for(condition: Callable[[], T], what: str) -> T:
     return result
 
 
+def why_no_namespaces() -> str | None:
+    """Why processes cannot be given a process namespace here; None if they can."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if result.returncode == 0 else result.stderr.strip()
+
+
+def inner(outside: int) -> int | None:
+    """The process that `unshare --fork` has started, by its number here."""
+    children = Path(f"/proc/{outside}/task/{outside}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
 def why_not() -> str | None:
     """Why systemd cannot run as process 1 of namespaces here; None if it can."""
     if not SYSTEMD.exists():
         return f"there is no {SYSTEMD}"
-    if os.geteuid() != 0:
-        return "namespaces take root"
     namespaces = ("--mount", "--pid", "--fork", "--cgroup", "--ipc", "--uts", "--mount-proc")
     steps = (
         "mount -t tmpfs t /run",
@@ -103,9 +114,8 @@ class Machine:
     def _first(self) -> int | None:
         if self._outside.poll() is not None:
             raise RuntimeError((self.folder / "systemd.log").read_text())
-        pid = self._outside.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children and Path(f"/proc/{children[0]}/comm").read_text() == "systemd\n" else None
+        pid = inner(self._outside.pid)
+        return pid if pid and Path(f"/proc/{pid}/comm").read_text() == "systemd\n" else None
 
     @property
     def root(self) -> Path:

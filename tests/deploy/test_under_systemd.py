@@ -116,12 +116,7 @@ def node() -> Iterator[Node]:
         yield Node(folder, running, gate)
 
 
-if OBSTACLE is not None:
-    warnings.warn(f"the units are not run under a real systemd: {OBSTACLE}", stacklevel=1)
-
-
-@pytest.mark.parametrize("_", [1] if OBSTACLE is None else [])
-def test_the_units_keep_their_promises(node: Node, _: int) -> None:
+def test_the_units_keep_their_promises(node: Node) -> None:
     machine = node.machine
     machine.systemctl("start", "readmit-cache", "readmit-engines", "readmit-gate")
     wait_for(node.ready, "the gate lets traffic in")
@@ -181,3 +176,8 @@ def host_pid(machine: Machine, pid: int) -> int:
             if same:
                 return int(numbers[0])
     raise LookupError(f"there is no process {pid} in the machine")
+
+
+if OBSTACLE is not None:  # a container, as a rule
+    warnings.warn(f"the units are not run under a real systemd: {OBSTACLE}", stacklevel=1)
+    del test_the_units_keep_their_promises

@@ -46,6 +46,8 @@ class Place:
             "READMIT_STATE": str(self.state_dir),
         }
         self.processes: list[subprocess.Popen[str]] = []
+        self.prefix: list[str] = []
+        """Words before the command of `start`."""
 
     def readmit(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
@@ -62,7 +64,7 @@ class Place:
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start a command that goes on."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "readmit.cli", *words],
+            [*self.prefix, sys.executable, "-m", "readmit.cli", *words],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
