@@ -16,6 +16,7 @@ from readmit.observability.dashboards import dashboards
 from readmit.observability.rules import recording_rules
 from weightcache.episodes import Replay
 from weightcache.forecast import Verdict
+from weightcache.registry import Registry
 from weightcache.slo import Objectives
 from weightcache.telemetry.accounts import Accounts
 from weightcache.telemetry.health import Health
@@ -85,11 +86,10 @@ def names(expr: str) -> set[str]:
 
 def daemon_families() -> dict[str, str]:
     """Every sample name that the daemon exports, and its family's type."""
-    residents = SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
     health = Health(sinks=["file"])
     forecast = SimpleNamespace(verdicts={"a": Verdict(True)})
     objectives = Objectives()
-    collector = Collector(Replay(), Accounts(objectives), residents, health, objectives, forecast)
+    collector = Collector(Replay(), Accounts(objectives), Registry(), health, objectives, forecast)
     collector.caught_up.set()
     return _samples(collector.collect())
 

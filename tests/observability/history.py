@@ -70,6 +70,8 @@ class Past:
 
     def __init__(self, node: str, days: int) -> None:
         self.node, self.days = node, days
+        self.moved: set[str] = set()
+        """Names of samples that had more than one value."""
         rows = [json.loads(line) for line in (RECORDINGS / f"{node}.jsonl").read_text().splitlines()]
         rows.sort(key=lambda row: row[1])
         self.events: list[Event] = []
@@ -174,11 +176,15 @@ def scrapes(past: Past, examined: Iterable[Span]) -> dict[int, bool]:
 
 
 def exposition(past: Past, examined: Iterable[Span]) -> Iterator[str]:
-    """A node's history as lines of OpenMetrics."""
+    """A node's history as lines of OpenMetrics; notes in ``past`` which metrics move."""
     node = Node(past)
+    first: dict[str, float] = {}
     for at, everything in scrapes(past, examined).items():
         for sample in node.at(at, everything):
-            yield f"{_series(sample.name, tuple(sample.labels.items()), past.node)} {_number(sample.value)} {at}\n"
+            series = _series(sample.name, tuple(sample.labels.items()), past.node)
+            if first.setdefault(series, sample.value) != sample.value:
+                past.moved.add(sample.name)
+            yield f"{series} {_number(sample.value)} {at}\n"
         if everything:
             yield f'up{{instance="{past.node}",job="readmit"}} 1 {at}\n'
     yield "# EOF\n"

@@ -10,6 +10,7 @@ The last line is JSON. The exit status is 1 where anything is wrong, empty or un
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.observability import answers, expressions, figures, history, sabotage
+from tests.observability import answers, expressions, figures, history, movement, sabotage, test_rules
 from tests.observability.facts import Facts, Found
+from tests.observability.live import Live, live
 from tests.observability.questions import Question, Verdict, by_moment
 from tests.observability.servers import Prometheus, prometheus, require
 
@@ -144,17 +146,50 @@ class Proof:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def summary(proof: Proof, run: Live, verdict: Verdict) -> dict[str, int]:
+    """What was proven, counted from what there is."""
+    boards = expressions.DASHBOARDS.values()
+    panels = {str(query) for query in expressions.queries()}
+    tested = test_rules.counted() if all(map(test_rules.passes, test_rules.TESTS)) else {}
+    there = {**expressions.daemon_families(), **expressions.gate_families()}
+    moved = movement.moved().union(movement.CONSTANT, run.moved(), *(past.moved for past in proof.pasts))
+    return {
+        "panels": sum(len(board["panels"]) for board in boards),
+        "queries": len(verdict.questions),
+        "empty_queries": len(verdict.empty.keys() | panels - verdict.answered),
+        "wrong_values": len(verdict.wrong),
+        "alerts": len(test_rules.NAMES),
+        "alerts_page": len({it["alert"] for it in expressions.ALERTS if it["labels"]["severity"] == "page"}),
+        "alerts_tested_silent": sum(bool(counts["silent"]) for counts in tested.values()),
+        "alerts_tested_firing": sum(bool(counts["firing"]) for counts in tested.values()),
+        "metrics": len(set(map(_family, there))),
+        "metrics_no_test_moves": len({_family(name) for name in there.keys() - moved}),
+        "series_per_node": run.series(),
+    }
+
+
+def _family(sample: str) -> str:
+    return re.sub(r"_(bucket|sum|count)$", "", sample)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.observability.proof", description=__doc__)
     parser.add_argument("--days", type=int, default=40)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="readmit-proof-") as folder:
-        proof = Proof(Path(folder), options.days)
+    with tempfile.TemporaryDirectory(prefix="readmit-proof-") as name:
+        folder = Path(name)
+        proof = Proof(folder, options.days)
         verdict = proof.ask(os.environ.get("SABOTAGE") or None)
-    for name, text in verdict.wrong.items():
-        print(f"WRONG {name}\n  {text}", file=sys.stderr)
-    print(json.dumps({"asked": verdict.asked, "wrong": len(verdict.wrong)}))
-    return 1 if verdict.wrong else 0
+        print(f"{verdict.compared} comparisons with {options.days} days of history", file=sys.stderr)
+        with live(folder / "live") as run:
+            run.verify(verdict)
+            told = summary(proof, run, verdict)
+    for question, text in verdict.wrong.items():
+        print(f"WRONG {question}\n  {text}", file=sys.stderr)
+    print(json.dumps(told))
+    right = not any(told[name] for name in ("empty_queries", "wrong_values", "metrics_no_test_moves"))
+    tested = told["alerts"] == told["alerts_tested_silent"] == told["alerts_tested_firing"]
+    return 0 if right and tested else 1
 
 
 if __name__ == "__main__":

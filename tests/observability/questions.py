@@ -38,19 +38,22 @@ class Verdict:
     """What came of the questions."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        """Values of a question at a moment."""
+        self.questions: set[str] = set()
+        """By name."""
+        self.compared = 0
+        """At how many moments, of all questions."""
         self.wrong: dict[str, str] = {}
         """The first wrong answer by question."""
         self.empty: dict[str, str] = {}
         """Of those, where nothing came back though something should have."""
-        self.fired: set[str] = set()
-        """Questions that had any answer."""
+        self.answered: set[str] = set()
+        """Questions that had any answer at any moment."""
 
     def compare(self, question: Question, at_s: float, found: Found, expected: Found) -> None:
-        self.asked += 1
+        self.compared += 1
+        self.questions.add(question.name)
         if found:
-            self.fired.add(question.name)
+            self.answered.add(question.name)
         if _equal(found, expected, question.tolerance):
             return
         text = (
