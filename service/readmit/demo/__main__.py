@@ -65,12 +65,17 @@ def main() -> None:
 
 def failures(report: dict[str, Any]) -> list[str]:
     """What is not as it must be."""
-    expected = ["off", "off", "miss", "hit", "hit", "hit", "miss", "hit"]
+    expected = ["off", "off", "miss", "hit", "hit", "hit", "miss", "hit", "standby"]
     paths = [each["path"] for each in report["recoveries"]]
     checks = {
         f"the recoveries took the paths {paths}, not {expected}": paths == expected,
         f"wrong answers reached the client: {report['client']['wrong_answers']}": report["client"]["wrong"] == 0,
         "requests hung": report["client"]["hung"] == 0,
+        "the standby's client got wrong answers or none": report["standby"]["client"]["wrong"] == 0
+        and report["standby"]["client"]["hung"] == 0
+        and report["standby"]["client"]["answers"] > 0,
+        "the engine behind the standby did not come back on resident weights": report["standby"]["engine_path"]
+        == "hit",
         "a wrong golden answer opened the gate": report["controls"]["wrong_golden_refused"],
         "a damaged manifest was made resident": report["controls"]["damaged_manifest_refused"],
         "the daemon's death ended weights, leases or the engine": report["daemon"]["generations_kept"]
@@ -109,7 +114,21 @@ def show(console: Console, report: dict[str, Any]) -> None:
         f"{client['unreachable']} while no gate ran, "
         f"[bold]{client['wrong']} wrong, {client['hung']} hung"
     )
+    console.print(two_clocks(report["standby"]))
     console.print(honest(recoveries))
+
+
+def two_clocks(standby: dict[str, Any]) -> str:
+    """What the takeover took, and what it left to be done."""
+    parked, client = standby["parked"] or {}, standby["client"]
+    cost = f" It costs {parked['private_bytes'] / 2**20:.0f} MiB of its own." if parked.get("private_bytes") else ""
+    return (
+        f"With a standby two clocks run: service outage {standby['service_outage_s']:.3f} s to the first golden answer "
+        f"({standby['kill_to_answer_s']:.3f} s from kill -9 to a client's next answer), engine recovery "
+        f"{standby['engine_recovery_s']:.2f} s ({standby['engine_path']}), after which that engine stands by.{cost} "
+        f"Its client meanwhile: {client['answers']} right answers, {client['wrong']} wrong, {client['broken']} broken "
+        f"by the kill, {client['refused']} refused, {client['hung']} hung."
+    )
 
 
 def honest(recoveries: list[dict[str, Any]]) -> str:

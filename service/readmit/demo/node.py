@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -37,9 +37,18 @@ class Node:
         model: the checkpoint that its engine serves.
         probes: the golden answers.
         cache_socket: use a weight cache that already runs, instead of one of its own.
+        slots: their names; the engine of the first serves, the others stand by.
     """
 
-    def __init__(self, folder: Path, name: str, model: Path, probes: Path, cache_socket: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        model: Path,
+        probes: Path,
+        cache_socket: Path | None = None,
+        slots: Sequence[str] = ("a",),
+    ) -> None:
         self.runtime, self.state = folder / f"{name}-run", folder / f"{name}-state"
         for each in (self.runtime, self.state):
             each.mkdir(mode=0o700, exist_ok=True)
@@ -48,7 +57,8 @@ class Node:
         self.socket = cache_socket or self.runtime / "cache.sock"
         self._own_cache = cache_socket is None
         self._config = folder / f"{name}.toml"
-        self.gate_port, self.engine_port, self.metrics_port = _free_ports(3)
+        self.gate_port, self.metrics_port, *ports = _free_ports(2 + len(slots))
+        self._engine_ports = dict(zip(slots, ports, strict=True))
         self._keeper: subprocess.Popen[bytes] | None = None
         self.log = folder / f"{name}.log"
 
@@ -91,12 +101,15 @@ class Node:
             f"max_in_flight = {MAX_IN_FLIGHT}",
             "probe_limit_s = 60",
             "hang_limit_s = 60",
-            "[[slot]]",
-            'name = "a"',
-            f"model = {json.dumps(str(self.model))}",
-            f'url = "http://127.0.0.1:{self.engine_port}"',
-            f"command = {json.dumps(engine)}",
         ]
+        for slot, port in self._engine_ports.items():
+            lines += [
+                "[[slot]]",
+                f"name = {json.dumps(slot)}",
+                f"model = {json.dumps(str(self.model))}",
+                f'url = "http://127.0.0.1:{port}"',
+                f"command = {json.dumps(engine)}",
+            ]
         self._config.write_text("\n".join(lines) + "\n")
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "readmit.cli", "up", str(self._config)]
@@ -174,6 +187,24 @@ class Node:
         with contextlib.closing(self.journal()) as journal:
             closed = journal.query("WHERE kind = 'episode_close' ORDER BY id DESC LIMIT 1")
         return closed[0].episode if closed else None
+
+    def wait_all_ready(self) -> dict[str, Any]:
+        """Wait until every slot is ready and measured, and no recovery is open; returns what the gate says then.
+
+        Raises:
+            TimeoutError: they do not get there.
+        """
+        deadline = time.monotonic() + READY_LIMIT_S
+        while time.monotonic() < deadline:
+            status, report = self.get("/api/status")
+            if (
+                status == 200
+                and not report["open"]
+                and all(slot["state"] == "ready" and slot["cost"] for slot in report["slots"])
+            ):
+                return report
+            time.sleep(0.1)
+        raise TimeoutError(f"not every slot was ready within {READY_LIMIT_S} s; see {self.log}")
 
     def cache_status(self) -> dict[str, Any]:
         """What the weight cache daemon says of itself."""

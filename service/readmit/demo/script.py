@@ -1,6 +1,7 @@
 """The demo, step by step."""
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -65,6 +66,7 @@ class Demo:
             self._both_die_without_files()
             traffic.right = frozenset({first["answer"], second["answer"]})
             self._other_checkpoint(second["probes"], lambda: _only(traffic, second["answer"]))
+            self._standby(second["answer"])
             self._controls(second["probes"])
         finally:
             counts = traffic.stop()
@@ -166,8 +168,53 @@ class Demo:
         with self._recovery("6 kill -9 engine"):
             self.node.kill("a")
 
+    def _standby(self, answer: str) -> None:
+        self.step("7  two slots on the same weights: kill -9 what serves, and the standby takes over; two clocks run")
+        node = Node(self.folder, "pair", self.model, self.probe_file, self.node.socket, slots=("a", "b"))
+        traffic = Traffic(node.url, self.model.name, self.prompt, PROMPT_TOKENS)
+        traffic.right = frozenset({answer})
+        node.up("client")
+        try:
+            serving = node.wait_all_ready()["serving"]
+            traffic.start()
+            try:
+                known = node.last_episode()
+                killed = time.perf_counter()
+                node.kill(serving)
+                answered_s = self._next_answer(node, killed)
+                for _ in node.wait_ready(known):  # the takeover is what ends first
+                    pass
+                parked = next(slot for slot in node.wait_all_ready()["slots"] if not slot["active"])
+            finally:
+                counts = traffic.stop()
+            with contextlib.closing(node.journal()) as journal:
+                replay = Replay()
+                replay.catch_up(journal)
+            standby = next(it for it in reversed(replay.episodes) if it.path == "standby")
+            engine = next(it for it in reversed(replay.episodes) if it.slot == serving)
+            step = "7 kill -9, standby"
+            self.recoveries.append(account(step, standby, node.complete(self.prompt, PROMPT_TOKENS)))
+        finally:
+            node.down()
+        self.facts["standby"] = {
+            "kill_to_answer_s": round(answered_s, 4),
+            "service_outage_s": round(standby.total_s, 4),
+            "engine_recovery_s": round(engine.total_s, 3),
+            "engine_path": engine.path,
+            "parked": parked["cost"],
+            "client": counts,
+        }
+        self.tell(f"{step}: service outage {standby.total_s:.3f} s, engine recovery {engine.total_s:.2f} s")
+
+    def _next_answer(self, node: Node, since: float) -> float:
+        """Seconds since then until the gate gives an answer that begins after it."""
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the kill broke it off
+                node.complete(self.prompt, PROMPT_TOKENS)
+                return time.perf_counter() - since
+
     def _controls(self, probes: dict[str, Any]) -> None:
-        self.step("7  controls: a wrong golden answer keeps the gate shut; a damaged manifest is refused")
+        self.step("8  controls: a wrong golden answer keeps the gate shut; a damaged manifest is refused")
         golden = controls.wrong_golden_answer(self.folder, self.model, self.node.socket, probes)
         self.tell(f"gate: {golden['because']}")
         config = self.node.cache_status()["generations"][0]["config"]
@@ -209,6 +256,7 @@ class Demo:
                 **self.facts["answers"],
             },
             "recoveries": self.recoveries,
+            "standby": self.facts["standby"],
             "controls": self.facts["controls"],
             "daemon": self.facts["daemon"],
             "keeper": self.facts["keeper"],

@@ -223,14 +223,21 @@ class Chronicle:
             return None
         return episode
 
-    def take_over(self, slot: str, lease: Lease, fault: Episode, at_ns: int) -> None:
-        """Write down that a standby took over: an episode of its own, by path ``standby``, from the fault to now.
+    def take_over(self, slot: str, lease: Lease, fault: Episode, took_ns: int, proved_ns: int) -> None:
+        """Write down that a standby took over: an episode of its own, by path ``standby``.
 
         The service's recovery is over with it. That of the engine which failed, ``fault``, goes on.
+
+        Args:
+            slot: the standby.
+            lease: by which it was ready.
+            fault: what it took over from.
+            took_ns: boottime since which requests went to it.
+            proved_ns: boottime of its first correct answer after that.
         """
         last = self.replay.slots[slot].last
         where = Context(self.node, slot, new_episode_id())
-        fault_ns = min(self._boottime_ns(fault.fault_ns), at_ns)
+        fault_ns = min(self._boottime_ns(fault.fault_ns), took_ns)
         facts = {
             "cause": fault.cause,
             "fault_boottime_ns": fault_ns,
@@ -239,10 +246,11 @@ class Chronicle:
             "instead_of": {"slot": fault.slot, "episode": fault.id},
         }
         ended = {"verified": lease.verified, "generation": lease.generation, "path": "standby"}
-        self._submit("episode_open", fault.cause, facts, at_ns, where)
-        self._submit("phase_begin", "detect", None, fault_ns, where)
-        self._submit("phase_end", "detect", None, at_ns, where)
-        self._submit("episode_close", "ready", ended, at_ns, where)
+        self._submit("episode_open", fault.cause, facts, took_ns, where)
+        for phase, began_ns, ended_ns in (("detect", fault_ns, took_ns), ("semantic_verify", took_ns, proved_ns)):
+            self._submit("phase_begin", phase, None, began_ns, where)
+            self._submit("phase_end", phase, None, ended_ns, where)
+        self._submit("episode_close", "ready", ended, proved_ns, where)
 
     def _boottime_ns(self, placed_ns: int) -> int:
         """The boottime of a time of the replay's clock."""

@@ -33,6 +33,8 @@ log = logging.getLogger("readmit.gate")
 
 LOOK_S: Final = 1.0
 """How often a ready slot's lease is compared with the journal."""
+PROOF_PAUSE_S: Final = 0.2
+"""Until a slot that has taken over and not answered correctly is asked again."""
 _NEARNESS: Final = {"verifying": 3, "loading": 2, "suspect": 1}
 
 
@@ -60,12 +62,13 @@ class Gate:
         self.slots = [
             Slot(slot.name, slot.url, (self._journal, self.metrics.transition, self._follow)) for slot in settings.slots
         ]
-        self.succession = Succession(self.slots, self.chronicle)
+        self.succession = Succession(self.slots, self.chronicle, self._prove)
         self.overrides = Overrides(self.chronicle)
         self._remedies = Remedies(settings.runtime_dir, settings.cache_socket)
+        self._verifier = Verifier(self.probes, settings.unverified_ok, settings.probe_headers)
         means = Means(
             settings,
-            Verifier(self.probes, settings.unverified_ok, settings.probe_headers),
+            self._verifier,
             self.chronicle,
             self._remedies,
             self.metrics,
@@ -320,6 +323,22 @@ class Gate:
                 context = self.chronicle.context(name)
                 if await self._remedies.quarantine(generation, "failed_attempts", context):
                     self._cured.add(generation)
+
+    async def _prove(self, slot: Slot) -> bool:
+        """Wait for a correct answer of a slot that has taken over; False when it is lost before that.
+
+        Whether it must leave for what it answers is not decided here.
+        """
+        while (lease := slot.lease) is not None:
+            limit, weights = self.settings.probe_limit_s, self.chronicle.weights(slot.name)
+            finding = await self._verifier.examine(slot.url, slot.engine, limit, weights, turn=0, overridden=True)
+            for verdict in finding.verdicts:
+                self.metrics.verdict(slot, verdict)
+                self.chronicle.write(slot.name, "probe", verdict.result, verdict.facts())
+            if slot.lease is lease and (finding.result == "correct" or not lease.verified):
+                return True
+            await asyncio.sleep(PROOF_PAUSE_S)
+        return False
 
     async def _weigh(self) -> None:
         """Keep `costs` up to date: of an engine that has just become ready at once, of the others now and then."""

@@ -7,12 +7,13 @@ again: it stands by behind its successor, so that one fault moves the traffic on
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, NamedTuple
 
 from readmit.gate.chronicle import Chronicle
 from readmit.gate.slots import Lease, Slot, Transition
 from weightcache.episodes import Episode
+from weightcache.journal import boottime_ns
 
 log = logging.getLogger("readmit.gate")
 
@@ -27,7 +28,7 @@ class Takeover(NamedTuple):
     """A slot lost its readiness, and another one has its place since boottime ``at_ns``."""
 
     lost: str
-    successor: str
+    successor: Slot
     lease: Lease
     at_ns: int
 
@@ -38,13 +39,17 @@ class Succession:
     Args:
         slots: in order of preference.
         chronicle: where takeovers are written down.
+        prove: waits for a slot's next correct answer; returns whether it came before the slot was lost.
     """
 
-    def __init__(self, slots: Sequence[Slot], chronicle: Chronicle) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], chronicle: Chronicle, prove: Callable[[Slot], Coroutine[Any, Any, bool]]
+    ) -> None:
         self.active: Slot | None = None
         """Where requests go; None while no slot is ready."""
         self._slots = slots
         self._chronicle = chronicle
+        self._prove = prove
         self._takeovers: asyncio.Queue[Takeover] = asyncio.Queue()
 
     def choose(self, tried: Sequence[Slot] = ()) -> Slot | None:
@@ -64,7 +69,7 @@ class Succession:
         if self.active is not None and self.active.lease is not None:
             log.warning("slot %s takes over from slot %s: %s", self.active.name, step.slot.name, step.reason)
             if step.reason not in DELIBERATE:
-                takeover = Takeover(step.slot.name, self.active.name, self.active.lease, step.at_ns)
+                takeover = Takeover(step.slot.name, self.active, self.active.lease, step.at_ns)
                 self._takeovers.put_nowait(takeover)
 
     async def keep_account(self) -> None:
@@ -74,11 +79,14 @@ class Succession:
                 accounts.create_task(self._account_for(await self._takeovers.get()))
 
     async def _account_for(self, takeover: Takeover) -> None:
-        """Wait for the fault, which the keeper or a later look of the gate finds, and write its takeover down."""
+        """Have the successor prove itself, see what the fault was, and write both down."""
+        if not await self._prove(takeover.successor):
+            return  # it is lost as well, and has a recovery of its own
+        proved_ns = boottime_ns()
         with contextlib.suppress(TimeoutError):  # nothing recovers: stopped on purpose, or nobody restarts it
             async with asyncio.timeout(FAULT_LIMIT_S):
                 fault = await self._fault(takeover)
-            self._chronicle.take_over(takeover.successor, takeover.lease, fault, takeover.at_ns)
+            self._chronicle.take_over(takeover.successor.name, takeover.lease, fault, takeover.at_ns, proved_ns)
 
     async def _fault(self, takeover: Takeover) -> Episode:
         while True:

@@ -89,15 +89,17 @@ async def test_a_takeover_is_a_recovery_of_its_own_by_path_standby(history: Hist
         episode = chronicle.fault("a", lost_ns)
         assert episode is not None
         assert episode.id == fault
-        chronicle.take_over("b", Lease(None, "generation", "probes", 1), episode, lost_ns)
+        lease = Lease(None, "generation", "probes", 1)
+        chronicle.take_over("b", lease, episode, lost_ns, proved_ns=lost_ns + SECOND // 2)
         await chronicle.flushed()
     state = replay(history)
     recovery, standby = state.episodes
     assert (recovery.slot, recovery.is_open) == ("a", True)
     assert (standby.slot, standby.path, standby.outcome, standby.verified) == ("b", "standby", "ready", True)
     assert standby.cause == "crash"
-    assert standby.total_s == pytest.approx(3, abs=0.01)
-    assert standby.phases_s() == {"detect": pytest.approx(3, abs=0.01)}
+    assert standby.total_s == pytest.approx(3.5, abs=0.01)
+    phases = {"detect": pytest.approx(3, abs=0.01), "semantic_verify": pytest.approx(0.5, abs=0.01)}
+    assert standby.phases_s() == phases
     assert state.slots["b"].last is None, "slot b's engine was lost to nobody"
     (opened,) = history.events("episode_open", "b")
     assert opened.attributes["instead_of"] == {"slot": "a", "episode": fault}

@@ -81,6 +81,7 @@ def test_a_standby_takes_over_and_the_engines_own_recovery_goes_on(pair: Node) -
     assert (recovery.path, recovery.miss) == ("hit", None)
     assert standby.fault_ns == pytest.approx(recovery.fault_ns, abs=2_000_000_000)
     assert sum(standby.phases_s().values()) == pytest.approx(standby.total_s)
+    assert standby.phases_s()["semantic_verify"] > 0, "until its first correct answer"
     assert standby.total_s < recovery.total_s, "two clocks"
     outage = outages(pair)[-1]
     assert outage.end_ns is not None
