@@ -242,6 +242,7 @@ GATE: Final[Mapping[tuple[str, str], Callable[[Live], Answer]]] = {
     ("Gate ready", "A"): _value(1),
     ("Open without golden answers", "A"): _value(0),
     ("Golden answers doubted", "A"): _value(0),
+    ("Override, time left", "A"): _value(0),
     ("Since the last correct answer", "A"): _last_correct,
     ("Requests by how they ended", "A"): _requests,
     ("Requests in flight", "A"): _value(0, instance="live"),

@@ -56,6 +56,9 @@ UNUSED = {
     "readmit_unready_seconds_total": "all of it, planned too; budgets use what burns",
     "weightcache_capacity_bytes": "for ad-hoc questions; +Inf without a limit",
     "weightcache_quarantines_total": "weightcache_generations has those quarantined now",
+    "weightcache_connections_refused_total": "for ad-hoc questions; the daemon's log says who was refused",
+    "readmit_gate_engine_kv_tokens": "for ad-hoc questions; the gate's page shows what an engine costs",
+    "readmit_gate_engine_private_bytes": "for ad-hoc questions; the gate's page shows what an engine costs",
     "readmit_gate_slot_wrong_verifications": "the gate's own memory, shown on its page",
 }
 """Metrics that no rule and no dashboard reads, and why they exist."""
