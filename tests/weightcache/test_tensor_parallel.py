@@ -12,7 +12,11 @@ import pytest
 import torch
 from tests.fixtures import checkpoints
 from tests.weightcache.caches import Cache
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
 from weightcache.checkpoint import Checkpoint, TensorInfo
@@ -92,6 +96,23 @@ def test_the_ranks_published_parts_are_the_original(folder: Path, cache: Cache, 
     assert published == set(range(tp_size))
 
 
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_the_parts_are_those_of_transformers_own_tensor_parallelism(folder: Path, tp_size: int) -> None:
+    if "llama" in folder.name:  # its head is tied, which transformers' own way of sharing a loaded model out is not for
+        folder = checkpoints.plain(folder / "untied")
+    for rank in range(tp_size):
+        theirs = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+        distributed.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
+        try:
+            plan = theirs._expand_parallel_plan(dict(theirs.tp_plan))
+            apply_tensor_parallelism(theirs, init_device_mesh("cpu", (tp_size,)), plan)
+            parts = {name: getattr(it, "_local_tensor", it) for name, it in theirs.named_parameters()}
+        finally:
+            distributed.destroy_process_group()
+        ours, _ = from_pretrained(folder, tp_size=tp_size, tp_rank=rank)
+        assert as_bytes(dict(ours.named_parameters())) == as_bytes(parts)
+
+
 def test_one_command_loads_all_ranks(cache: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
     argv = [sys.executable, "-m", "readmit.cli", "cache"]
@@ -146,6 +167,14 @@ def test_weights_of_another_kind_are_not_cut(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         from_pretrained(folder, tp_size=2)
     assert caught.value.reason == "shard_quantization"
+
+
+def test_an_architecture_without_a_plan_is_not_cut(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=1, n_head=4, vocab_size=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "t")
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel") as caught:
+        from_pretrained(tmp_path / "t", tp_size=2)
+    assert caught.value.reason == "shard_plan"
 
 
 def test_layers_that_are_rearranged_as_they_load_are_not_cut(tmp_path: Path) -> None:

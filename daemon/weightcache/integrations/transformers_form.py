@@ -95,6 +95,14 @@ class Form(NamedTuple):
             for name, it in model.named_parameters()  # one name each: what is tied is cut as its first name says
         }
         plan = plan_tensors(tensors, model.tp_plan, self.tp_size, self._block)
+        if not plan.splits:
+            raise ConfigError(
+                "shard_plan",
+                f"transformers has no plan by which ranks could share a {type(model).__name__}",
+                expected="a tp_plan of its own",
+                found="none, so every rank would hold the whole model",
+                remedy="Load this model without tensor parallelism",
+            )
         narrow: dict[int, nn.Parameter] = {}
         for place in walk(model).places:
             part = plan.part(place.name, self.tp_rank) if place.name in tensors else None
