@@ -165,11 +165,11 @@ class Attachment:
         with self.part("bind"):
             binding = Binding(self.model, manifest, tensors)
             binding.make_parameters()
+        with self.part("buffers"):
+            binding.copy_buffers()
         if verification is not None:  # a GPU has been at it all the while
             with self.part("verify"):
-                verification.finish()
-        with self.part("buffers"):
-            binding.copy_buffers()  # the last step that can fail; nothing is placed yet
+                verification.finish()  # the last step that can fail; nothing is placed yet
         with self.part("bind"):
             binding.place_parameters()
             binding.place_buffers()

@@ -176,7 +176,13 @@ class Binding:
         make = torch.Tensor._make_subclass
         for (_, _, _, _, ours, _), row in self._parameters:
             if row not in made:
-                tensor = made[row] = make(type(ours), tensors[row], False)
+                tensor = tensors[row]
+                if type(ours) is nn.Parameter:
+                    # As torch's own lazy parameters become real ones. Making another tensor takes ten times as long.
+                    tensor.__class__ = nn.Parameter
+                else:
+                    tensor = make(type(ours), tensor, False)
+                made[row] = tensor
                 if ours.__dict__:  # engines hang loaders and layouts on their parameters
                     tensor.__dict__.update(ours.__dict__)
 

@@ -82,7 +82,13 @@ def ahead(arena: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], dri
 
 def prepare(driver: Driver, device: int) -> bool:
     """Load the kernel, compiling it if this node has never done so. False where plain torch will have to do."""
-    return _kernel(driver, torch.device("cuda", device)) is not None
+    where = torch.device("cuda", device)
+    kernel = _kernel(driver, where)
+    if kernel is None:
+        return False
+    nothing = torch.zeros(1, dtype=torch.int64)
+    Sums(kernel, where, nothing, nothing).launch(0)  # what torch sets up on first use; there is nothing to start on
+    return True
 
 
 # -- in torch -------------------------------------------------------------------------------------------------------

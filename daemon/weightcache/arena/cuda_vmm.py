@@ -27,7 +27,7 @@ KIND: Final = "cuda_vmm"
 CHUNK_BYTES: Final = 2 << 30
 """96 GiB in chunks of 2 GiB map in 6 ms, of 256 MiB in 25 ms; larger ones raise what a publisher needs to spare."""
 
-FIRST_CHUNKS: Final = 4
+FIRST_CHUNKS: Final = 2
 """How many chunks are mapped before the GPU begins to verify them."""
 
 STORAGE_BYTES: Final = 32 << 20

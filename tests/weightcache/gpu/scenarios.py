@@ -1,6 +1,7 @@
 """What is recorded on a GPU and replayed without one: small arenas through the whole life of their descriptors.
 
-``python tests/weightcache/gpu/scenarios.py OUT.json`` records them on the machine's first GPU.
+``python tests/weightcache/gpu/scenarios.py OUT.json RUN`` records them on the machine's first GPU; RUN says what run
+that was.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Final
 
 import torch
 
-from weightcache.arena import align, cuda_digest
+from weightcache.arena import align, cuda_digest, cuda_vmm
 from weightcache.arena.cuda_driver import Driver
 from weightcache.arena.cuda_vmm import KIND, CudaVmmMapping, CudaVmmWriter, require_export
 from weightcache.errors import CacheMiss
@@ -107,6 +108,47 @@ def publish_and_attach(driver: Driver, device: torch.device) -> str | None:
     return None
 
 
+def mapped_in_steps(driver: Driver, device: torch.device) -> str | None:
+    """What is mapped becomes readable, and is verified, while the rest is mapped."""
+    manifest, descriptors = publish(driver, device)
+    rows = range(len(manifest))
+    usual, cuda_vmm.FIRST_CHUNKS = cuda_vmm.FIRST_CHUNKS, 1  # type: ignore[misc]
+    try:
+        mapping = CudaVmmMapping(descriptors, manifest, 0, driver, rows)
+    finally:
+        cuda_vmm.FIRST_CHUNKS = usual  # type: ignore[misc]
+    assert mapping.digests(manifest, rows)() == manifest.digests
+    assert mapping.digests(manifest, [2, 3])() == manifest.digest(2) + manifest.digest(3)
+    for found, expected in zip(mapping.views(manifest), tensors().values(), strict=True):
+        assert_same(found, expected)
+    del mapping, found
+    close(descriptors)
+    return None
+
+
+def read_in_place(driver: Driver, device: torch.device) -> str | None:
+    """An arena that a loader reads into as a whole, and that grows by what else a model has."""
+    writer = CudaVmmWriter(3 << 20, 0, chunk_bytes=CHUNK, spare=8 << 20, driver=driver)
+    room = writer.room()
+    room[: 3 << 20] = 7
+    assert writer.offset_of(room.data_ptr() + 100) == 100
+    assert writer.offset_of(room.data_ptr() + writer.size) is None
+    start = writer.size
+    writer.grow(start + (5 << 20))
+    rest = torch.arange(5 << 17, dtype=torch.int64, device=device)
+    writer.write(start, rest)
+    assert writer.chunks() == [4 << 20, 4 << 20, 2 << 20]
+    found = writer.view(start, rest)
+    descriptors = writer.seal()
+    writer.close()
+    assert found is not None
+    assert_same(found, rest)
+    assert int(room[(3 << 20) - 1]) == 7
+    del found, room, rest
+    close(descriptors)
+    return None
+
+
 def foreign_descriptor(driver: Driver, device: torch.device) -> str | None:
     """A descriptor of something else is refused."""
     manifest, descriptors = publish(driver, device)
@@ -138,7 +180,15 @@ def export_is_possible(driver: Driver, device: torch.device) -> str | None:
 
 SCENARIOS: Final[dict[str, Callable[[Driver, torch.device], str | None]]] = {
     scenario.__name__: scenario
-    for scenario in (publish_and_attach, foreign_descriptor, short_chunk, full_gpu, export_is_possible)
+    for scenario in (
+        publish_and_attach,
+        mapped_in_steps,
+        read_in_place,
+        foreign_descriptor,
+        short_chunk,
+        full_gpu,
+        export_is_possible,
+    )
 }
 
 
@@ -175,6 +225,7 @@ def main() -> None:
         "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
         "kernel_driver": kernel_driver(),
         "torch": torch.__version__,
+        "run": sys.argv[2],
         "recorded_at": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     with open(sys.argv[1], "w") as file:

@@ -174,9 +174,9 @@ def test_each_tile_is_begun_once_and_only_when_its_row_is_mapped(rows: list[tupl
 def test_every_step_of_mapping_may_take_twice_as_long_and_the_last_ends_with_the_last_chunk() -> None:
     assert [cuda_vmm._steps(count) for count in (1, 4, 5, 8, 12, 48)] == [
         [1],
-        [4],
-        [4, 5],
-        [4, 8],
-        [4, 12],
-        [4, 12, 28, 48],
+        [2, 4],
+        [2, 5],
+        [2, 6, 8],
+        [2, 6, 12],
+        [2, 6, 14, 30, 48],
     ]
