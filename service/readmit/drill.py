@@ -30,6 +30,8 @@ LIMIT_S: Final = 1800.0
 """How long a recovery is waited for: three times the slowest published cold start."""
 QUIET_S: Final = 300.0
 """Traffic less than this ago is production traffic."""
+TAKEOVER_LIMIT_S: Final = 60.0
+"""How long after the engine's recovery a takeover is looked for, which as a rule was written down before."""
 _LOOK_S: Final = 0.05
 
 
@@ -65,10 +67,11 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the gate says of its clients; ``problem`` is why it does not say."""
+    """What the gate says of its clients, and which slot serves them; ``problem`` is why it does not say."""
 
     last_request_s: float | None = None
     problem: str | None = None
+    serving: str | None = None
 
     @property
     def quiet(self) -> bool:
@@ -122,7 +125,7 @@ class Drill:
         """
         episodes: list[str] = []
         daemons: list[DaemonRecovery] = []
-        stopped = ""
+        stopped, first = "", self.slot
         for number in range(1, self.order.kills + 1):
             traffic = self._traffic()
             if not (traffic.quiet or yes_really):
@@ -136,7 +139,7 @@ class Drill:
             stopped = self._once(episodes, daemons)
             if stopped:
                 break
-        return account(self._journal, self.order._asdict(), self.slot, episodes, daemons, stopped)
+        return account(self._journal, self.order._asdict(), first, episodes, daemons, stopped)
 
     @property
     def _target(self) -> str:
@@ -165,9 +168,10 @@ class Drill:
             if self.order.fault == "daemon":
                 return "" if daemons[-1].whole else "the daemon did not come back whole"
             try:
-                return self._recovered(episodes[-1], engine)
+                bad = self._recovered(episodes[-1], engine)
             finally:
                 engine.send_signal(signal.SIGCONT)  # if nobody has killed it, it must not stay stopped
+            return bad or (self._taken_over(episodes) if self.order.path == "standby" else "")
 
     # Faults
 
@@ -222,6 +226,22 @@ class Drill:
                 self._tell(f"  {phase}, {episode.age_s(self._replay.clock.now()):.1f} s")
         return f"no correct answer within {self.order.limit_s:g} s of episode {episode_id}"
 
+    def _taken_over(self, episodes: list[str]) -> str:
+        """See which slot took over from the one that failed, and go on with that; returns what forbids going on."""
+        failed = episodes[-1]
+        deadline = time.monotonic() + TAKEOVER_LIMIT_S
+        while time.monotonic() < deadline:
+            self._replay.catch_up(self._journal)
+            for event in self._journal.query("WHERE kind = 'episode_open' AND slot != ? ORDER BY id DESC", self.slot):
+                if event.episode and event.attributes.get("instead_of", {}).get("episode") == failed:
+                    episodes.append(event.episode)
+                    taken = self._replay.episode(event.episode)
+                    self._tell(f"{event.slot} took over" + (f" after {taken.total_s:.2f} s" if taken else ""))
+                    self.slot = event.slot or self.slot
+                    return ""
+            time.sleep(_LOOK_S)
+        return f"no slot took over from {self.slot} in episode {failed}"
+
     def _judged(self, episode: Episode) -> str:
         why = f", {episode.reason}" if episode.reason else ""
         self._tell(f"{episode.outcome} after {episode.total_s:.2f} s ({episode.path}{why})")
@@ -259,6 +279,8 @@ class Drill:
         roles = {child["role"] for child in children}
         order = self.order
         slot = order.slot or (self._serving(engines) if len(engines) > 1 else next(iter(engines), None))
+        if order.path == "standby" and order.slot and order.kills > 1:
+            raise _impossible("after the first fault another slot serves", "--kills 1, or no --slot", order.slot)
         if slot is None or slot not in engines:
             raise _impossible("there is no such slot" if order.slot else "which slot is not clear", engines, slot)
         known = self._replay.slots.get(slot)
@@ -283,8 +305,8 @@ class Drill:
         return slot
 
     def _serving(self, engines: list[str]) -> str | None:
-        """The slot that the gate sends requests to: the first that is ready."""
-        return next((name for name in engines if self._state(name) == "ready"), None)
+        """The slot that the gate sends requests to; the first that is ready, where the gate does not say."""
+        return self._traffic().serving or next((name for name in engines if self._state(name) == "ready"), None)
 
     def _state(self, slot: str) -> str | None:
         known = self._replay.slots.get(slot)

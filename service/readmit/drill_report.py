@@ -129,14 +129,17 @@ def account(
     found = [it for it in map(history.replay.episode, episodes) if it is not None]
     now = history.replay.clock.now()
     recoveries = [_recovery(it, history, now) for it in found]
-    meant = {"hit", "standby"} if order["path"] == "standby" else {order["path"]}
+    if order["path"] == "standby":  # each fault has two: the service's, by a standby, and then the engine's own
+        astray = len(recoveries) - 2 * sum(it.path == "standby" for it in recoveries)
+    else:
+        astray = sum(it.path != order["path"] for it in recoveries)
     return DrillReport(
         node=journal.context.node,
         slot=slot,
         order=order,
         stopped=stopped,
         outcomes=dict(Counter(it.outcome or "open" for it in recoveries)),
-        astray=sum(it.path not in meant for it in recoveries if order["path"] != "standby" or it.outage_s),
+        astray=astray,
         paths=[
             _by_path(path, here)
             for path in PATHS

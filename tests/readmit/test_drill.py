@@ -1,8 +1,10 @@
 """``readmit drill`` on real nodes: what it does to them, what it says, and that the journal says the same."""
 
 import json
+import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ from readmit.report import build
 from weightcache.journal import Context, Journal
 
 ROOT = Path(__file__).parents[2]
+COUNTED = """
+SELECT episode,
+       (SELECT name FROM events AS e WHERE e.episode = events.episode AND e.kind = 'lookup' ORDER BY id DESC LIMIT 1),
+       (SELECT name FROM events AS e WHERE e.episode = events.episode AND e.kind = 'episode_close')
+FROM events WHERE kind = 'episode_open' AND json_extract(attributes, '$.cause') = 'drill' ORDER BY id
+"""
 ATTACHING = ROOT / "tests" / "readmit" / "attaching_engine.py"
 
 # Every one of them starts several nodes' worth of processes.
@@ -84,6 +92,9 @@ def test_hits_then_misses_agree_with_the_journal(node: Node) -> None:
         assert 0 < it["outage_s"] <= it["total_s"], "there was no other slot"
     report = build(Journal(node.state_dir / "journal.sqlite3", Context("n")))
     assert {it.path: it.closed for it in report.paths} == {"hit": 4, "miss": 2}
+    with closing(sqlite3.connect(node.state_dir / "journal.sqlite3")) as database:
+        found = database.execute(COUNTED).fetchall()
+    assert found == [(it["episode"], it["path"], it["outcome"]) for it in told], "and so says plain SQL"
 
 
 def test_what_nobody_knows_is_no_hit(node: Node) -> None:

@@ -70,7 +70,7 @@ def traffic(listen: str | None) -> Traffic:
         return Traffic(problem=f"the gate at {listen} does not say: {error}")
     if "last_request_s" not in facts:
         return Traffic(problem=f"the gate at {listen} does not say: it is of another release")
-    return Traffic(last_request_s=0.0 if facts["in_flight"] else facts["last_request_s"])
+    return Traffic(0.0 if facts["in_flight"] else facts["last_request_s"], serving=facts.get("serving"))
 
 
 def show(report: DrillReport, console: Console) -> None:
