@@ -35,3 +35,9 @@ def kept() -> Iterator[KeptCache]:
     cache.start_keeper()
     yield cache
     cache.close()
+
+
+@pytest.fixture
+def own_state(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process remembers stays with its cache."""
+    monkeypatch.setenv("READMIT_STATE", str(cache.state_dir))
