@@ -28,8 +28,8 @@ from readmit.observability.rules import recording_rules
 from readmit.observability.yaml import dump
 
 CONFIG: Final = "global:\n  evaluation_interval: 1h\n"
-STEP_S: Final = 120
-"""Between two moments at which every question is asked; a multiple of what lies between two scrapes."""
+STEP_S: Final = 60
+"""Between two moments at which every question is asked, and between two scrapes around them."""
 
 LOOKBACK: Final = "--query.lookback-delta=59s"
 """A backfilled series that ends has no mark of staleness; every moment asked for has samples of its own instead."""
@@ -176,10 +176,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.observability.proof", description=__doc__)
     parser.add_argument("--days", type=int, default=40)
     options = parser.parse_args()
+    mistake = os.environ.get("SABOTAGE") or None
+    if mistake not in (None, *sabotage.MISTAKES):
+        parser.error(f"SABOTAGE={mistake}: there are {', '.join(sabotage.MISTAKES)}")
     with tempfile.TemporaryDirectory(prefix="readmit-proof-") as name:
         folder = Path(name)
         proof = Proof(folder, options.days)
-        verdict = proof.ask(os.environ.get("SABOTAGE") or None)
+        verdict = proof.ask(mistake)
         print(f"{verdict.compared} comparisons with {options.days} days of history", file=sys.stderr)
         with live(folder / "live") as run:
             run.verify(verdict)

@@ -15,6 +15,8 @@ DAYS = 12
 """Every node's recording twice, so that the last time is examined with a past."""
 TOO_FEW = {"readmit-overview/p95 by hit, and n/A", "readmit-overview/p95 by miss, and n/A"}
 """Queries that say nothing of so few recoveries; forty days have enough."""
+NEVER = {"ReadmitDaemonAbsent", "ReadmitTelemetryAbsent", "ReadmitJournalDegraded"}
+"""Alerts that nothing recorded sets off; promtool's tests have them fire."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_every_query_rule_and_alert_says_what_the_journals_say(proof: Proof, tmp
     assert counted["alerts_page"] <= 4
     alerts = {question.name for question in questions() if question.name.partition(" ")[0] in NAMES}
     assert alerts <= verdict.questions
-    assert len(alerts & verdict.answered) >= 15, "most alerts fire somewhere in the recorded runs"
+    assert alerts - verdict.answered == NEVER
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
