@@ -35,6 +35,7 @@ from weightcache.registry import Registry
 from weightcache.residency import Residency
 from weightcache.sdnotify import STORE_MAX, Notifier, listen_fds
 from weightcache.server import BACKLOG, Server
+from weightcache.sizes import parse_size
 from weightcache.slo import KEPT_DAYS, Objectives
 from weightcache.telemetry import Telemetry
 
@@ -301,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="readmit cache serve", description=__doc__.split("\n")[0] if __doc__ else "")
     options.add_argument("--socket", help="where to listen (default: cache.sock in the runtime folder)")
     options.add_argument("--metrics", default="127.0.0.1:9464", help="HOST:PORT of /metrics")
-    options.add_argument("--capacity", type=size, help="limit of resident bytes, such as 120GiB (default: none)")
+    options.add_argument("--capacity", type=_size, help="limit of resident bytes, such as 120GiB (default: none)")
     options.add_argument("--journal", type=Path, help="the journal (default: in the state folder)")
     options.add_argument("--spans", type=Path, help="OTLP-JSON lines file (default: spans.jsonl beside the journal)")
     options.add_argument(
@@ -339,19 +340,11 @@ def _days(text: str) -> float:
     return days
 
 
-def size(text: str) -> int:
-    """Bytes from text such as ``120GiB``, ``4GB`` or ``1048576``."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-    number = text.strip().rstrip("BKMGTIbkmgti")
-    unit = text.strip()[len(number) :].upper()
+def _size(text: str) -> int:
     try:
-        found = int(float(number) * units[unit])
-    except (KeyError, ValueError, OverflowError):
-        found = -1
-    if found < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 120GiB, 4GB or bytes")
-    return found
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,30 +32,19 @@ from pydantic import (
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from readmit.gate.settings import GateSettings, SlotSettings
-from weightcache import paths
+from weightcache import paths, sizes
 from weightcache.errors import ConfigError
 from weightcache.keeper.spec import BACKOFF_S, LIMIT, STOP_S, WINDOW_S, checked_name
 from weightcache.slo import KEPT_DAYS, Objectives
 
 ENV_PREFIX: Final = "READMIT__"
 DEFAULT_FILE: Final = Path("readmit.toml")
-_UNITS: Final = {"": 1, "B": 1} | {
-    f"{letter}{kind}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for kind, base in (("B", 1000), ("iB", 1024))
-}
 _URL: Final = re.compile(r"http://([^/:\[\]]+|\[[0-9a-fA-F:]+\]):\d+/?")
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)")
 
 
 def parse_size(value: object) -> object:
     """Bytes from ``"120GiB"``, ``"4GB"`` or a number; raises ValueError for other text."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
-        raise ValueError(f"{value!r} is not a size: write 120GiB, 4GB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return sizes.parse_size(value) if isinstance(value, str) else value
 
 
 def parse_address(value: object) -> object:

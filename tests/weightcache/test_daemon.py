@@ -141,9 +141,9 @@ def test_a_path_too_long_for_a_socket_is_refused_first(cache: Cache) -> None:
         (["--metrics", "nowhere"], "metrics cannot be served"),
         (["--metrics", "127.0.0.1:99999"], "metrics cannot be served"),
         (["--until-pid", "4194303"], "there is no process 4194303"),
-        (["--capacity", "much"], "no size"),
+        (["--capacity", "much"], "is not a size"),
         (["--capacity", "-1GiB"], "expected one argument"),
-        (["--capacity", "inf"], "no size"),
+        (["--capacity", "inf"], "is not a size"),
     ],
 )
 def test_a_setting_that_cannot_work_stops_it_before_it_touches_anything(
