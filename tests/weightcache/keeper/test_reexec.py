@@ -122,6 +122,13 @@ def test_the_next_release_may_have_an_interpreter_of_its_own(node: Node) -> None
     python.chmod(0o755)
     assert node.ask({"reexec": True, "python": str(python)})["pid"] == keeper.pid
     assert node.child("a")["starts"] == 1
+    # One that is gone after its trial, before it is executed.
+    python.write_text(f'#!/bin/sh\nrm "$0"; exec {sys.executable} "$@"')
+    with pytest.raises(ConfigError, match=r"cannot be executed: .*No such file"):
+        node.ask({"reexec": True, "python": str(python)})
+    node.kill(node.child("a")["pid"])
+    node.report("a", 2)
+    assert all(event.attributes["signal"] for event in node.events("WHERE slot = 'a' AND name = 'exited'"))
 
 
 def test_another_spec_counts_from_then_on(node: Node) -> None:
