@@ -47,8 +47,7 @@ class Facts:
     def at(self, now_s: float) -> "Facts":
         """The same at a moment, in Unix seconds."""
         self.now_s = now_s
-        now_ns = round(now_s * SECOND)
-        self._connection.execute("UPDATE moment SET now_ns = ?, since_ns = ?", (now_ns, now_ns - MONTH_S * SECOND))
+        self._connection.execute("UPDATE moment SET now_ns = ?", [round(now_s * SECOND)])
         return self
 
     def rows(self, query: str, **values: Any) -> list[tuple[Any, ...]]:

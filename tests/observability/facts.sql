@@ -116,7 +116,7 @@ WITH limits AS (
   SELECT b.* FROM bounded b LEFT JOIN slowest s ON s.node = b.node AND s.episode = b.episode AND s.attempt IS b.attempt
   WHERE b.rank IS NULL OR b.rank = s.rank
 )
-SELECT k.node, k.slot, k.episode, phase, place, begin_ns, CASE WHEN end_ns IS NOT NULL THEN over_ns ELSE min(over_ns, coalesce((
+SELECT k.node, k.episode, phase, place, begin_ns, CASE WHEN end_ns IS NOT NULL THEN over_ns ELSE min(over_ns, coalesce((
          SELECT min(f.begin_ns) FROM kept f WHERE f.node = k.node AND f.episode = k.episode
          AND (k.attempt IS NULL OR f.attempt = k.attempt) AND f.begin_ns > k.begin_ns AND f.place > k.place), over_ns))
        END AS end_ns
@@ -230,12 +230,12 @@ UPDATE leases SET end_ns = (SELECT at_ns FROM e WHERE e.id = min(coalesce(end_id
 
 -- As of a moment. -----------------------------------------------------------------------------------------------------
 
-CREATE TEMP TABLE moment (now_ns INTEGER, since_ns INTEGER);
-INSERT INTO moment VALUES (0, 0);
+CREATE TEMP TABLE moment (now_ns INTEGER);
+INSERT INTO moment VALUES (0);
 
 CREATE TEMP VIEW standing AS
   SELECT o.node, o.slot, o.episode, cause, planned, fault_ns, opened_ns, closed_ns <= now_ns AS over, outcome, verified,
-         closed_ns, now_ns, since_ns, previous, coalesce(CASE WHEN closed_ns <= now_ns THEN told_path END, (
+         closed_ns, now_ns, previous, coalesce(CASE WHEN closed_ns <= now_ns THEN told_path END, (
            SELECT path FROM known k WHERE k.node = o.node AND k.episode = o.episode AND k.at_ns <= now_ns
            ORDER BY at_ns DESC LIMIT 1), 'unknown') AS path,
          (min(coalesce(closed_ns, now_ns), now_ns) - fault_ns) / 1e9 AS seconds

@@ -2,7 +2,8 @@
 
 The events go through the real replay, accounts, forecast and collector; what that exports is written as OpenMetrics at
 the times of imagined scrapes. Everything is sampled around recoveries and every two hours, and what moves by itself,
-the clocks that rates are taken of, every two minutes. The last repetition ends in the middle of a recovery.
+the clocks that rates are taken of, every two minutes. Between two repetitions a node is scraped as its recording left
+it. The last repetition ends in the middle of a recovery.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Records the journals that the proof replays: ``python -m tests.observability.record FOLDER [NAME...]``.
 
 Every run is real: keeper, daemon, gate and engines are processes, and faults are signals. What is written is the
-journal, an event a line, with this machine's folders replaced, as it is while the node still runs. ``demo.jsonl`` is what
-``make demo`` left, written out the same way.
+journal, an event a line, with this machine's folders replaced, as it is while the node still runs. ``demo.jsonl`` is
+what ``make demo`` left, written out the same way.
 """
 
 import json
