@@ -47,10 +47,26 @@ def test_weights_survive_their_daemon_and_their_engines() -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_the_commands_exist(path: Path) -> None:
-    program, *words = read(path)["Service"]["ExecStart"].replace("$CACHE_OPTIONS", "").split()
+def test_who_stands_still_is_replaced(path: Path) -> None:
+    assert int(read(path)["Service"]["WatchdogSec"]) > 0
+
+
+def test_weights_outlast_a_stop_only_where_systemd_knows_how() -> None:
+    assert "FileDescriptorStorePreserve" not in unit("readmit-cache")
+    (drop_in,) = (UNITS[0].parent / "254").rglob("*.conf")
+    assert drop_in.parent.name == "readmit-cache.service.d"
+    assert dict(read(drop_in)["Service"]) == {"FileDescriptorStorePreserve": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("path", "setting"),
+    [*((path, "ExecStart") for path in UNITS), (UNITS[1], "ExecReload")],
+    ids=lambda it: it if isinstance(it, str) else it.stem,
+)
+def test_the_commands_exist(path: Path, setting: str) -> None:
+    program, *words = read(path)["Service"][setting].replace("$CACHE_OPTIONS", "").split()
     assert program == "/opt/readmit/bin/readmit"
-    command = [word for word in words[:2] if word in ("up", "gate", "cache", "serve")]
+    command = [word for word in words[:2] if word in ("up", "gate", "cache", "serve", "restart")]
     options = {word for word in words if word.startswith("--")}
     shown = subprocess.run(
         [sys.executable, "-m", "readmit.cli", *command, "--help"], check=True, capture_output=True, text=True

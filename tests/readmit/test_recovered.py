@@ -1,0 +1,55 @@
+"""What an ordered restart cost, in GPU-hours: the published cold start, and the recovery that resident weights gave."""
+
+from pathlib import Path
+
+import pytest
+
+from readmit.recovered import wait
+from readmit.where import Where
+from weightcache.journal import Context, Journal, boottime_ns
+from weightcache.slo import Objectives
+from weightcache.starting_state import COMPARED
+
+CONFIG = {
+    "model_path": "/models/ling",
+    "checkpoint_digest": "d",
+    "dtype": "bfloat16",
+    "quant_method": "fp8",
+    "tp_size": 8,
+    "pp_size": 1,
+    "device_capability": "9.0",
+    "engine": "vllm",
+}
+
+
+def recovery(journal: Journal, episode: str, path: str, began_s: float, seconds: float) -> None:
+    """A recovery of eight GPUs that has ended."""
+    at_ns, where = round(began_s * 1e9), Context("n", "a", episode)
+    facts = {"cause": "upgrade", "fault_boottime_ns": at_ns, "fault_clock": "command", "previous": None}
+    journal.append("episode_open", "upgrade", facts, at_ns=at_ns, context=where)
+    inside = where._replace(attempt=1)
+    state = {"starting_state": dict.fromkeys(COMPARED, "warm")}
+    journal.append("attempt_start", "", state, at_ns=at_ns, context=inside)
+    for rank in range(8):
+        journal.append("lookup", path, {"config": CONFIG}, at_ns=at_ns + 1, context=inside._replace(rank=rank))
+    end_ns = at_ns + round(seconds * 1e9)
+    journal.append("attempt_end", "ready", at_ns=end_ns, context=inside)
+    journal.append("episode_close", "ready", {"verified": True, "generation": "g"}, at_ns=end_ns, context=where)
+
+
+def test_eight_gpus_that_wait_are_counted_and_compared(tmp_path: Path) -> None:
+    where = Where(tmp_path, tmp_path, tmp_path / "journal.sqlite3", Objectives())
+    journal, now = Journal(where.journal, Context("n")), boottime_ns() / 1e9
+    recovery(journal, "1" * 32, "hit", now, 32)
+    alone = wait(where, "1" * 32)
+    assert (alone.ready, alone.gpus, alone.saved) == (True, 8, None)
+    assert alone.lost == pytest.approx(32 * 8 / 3600)
+    assert str(alone).endswith("(hit); 8 GPUs waited, 0.0711 GPU-hours: nothing to compare with")
+
+    recovery(journal, "2" * 32, "miss", now + 100, 527)
+    recovery(journal, "3" * 32, "hit", now + 1000, 32)
+    compared = wait(where, "3" * 32)
+    assert compared.saved == pytest.approx((527 - 32) * 8 / 3600)
+    assert str(compared) == (
+        "a is ready after 32.00 s (hit); 8 GPUs waited, 0.0711 GPU-hours, 1.1000 saved against a cold start"
+    )
