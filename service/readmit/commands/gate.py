@@ -51,6 +51,9 @@ def command(
     ] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="More requests at a time are answered 429.")] = 512,
     verify_interval: Annotated[float, typer.Option(help="Seconds between verifications of an idle slot.")] = 10.0,
+    probe_limit: Annotated[
+        float, typer.Option(help="Seconds after which an answer to a golden question is late.")
+    ] = 10,
     hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
     drain_notice: Annotated[float, typer.Option(help="Seconds to serve on after SIGTERM.")] = 5.0,
     drain_limit: Annotated[float, typer.Option(help="Seconds that running requests get to finish.")] = 60.0,
@@ -88,6 +91,7 @@ def command(
         eject_last=eject_last,
         max_in_flight=max_in_flight,
         verify_interval_s=verify_interval,
+        probe_limit_s=probe_limit,
         hang_limit_s=hang_limit,
         drain_notice_s=drain_notice,
         drain_limit_s=drain_limit,

@@ -128,7 +128,8 @@ class ScriptedEngine(Child):
 
     def tell(self, **orders: Any) -> dict[str, Any]:
         """Change what it does; returns what it has seen so far."""
-        seen: dict[str, Any] = httpx.post(f"{self.url}/script", json=orders, timeout=PATIENCE_S).json()
+        content = json.dumps(orders)  # httpx itself would refuse NaN
+        seen: dict[str, Any] = httpx.post(f"{self.url}/script", content=content, timeout=PATIENCE_S).json()
         return seen
 
 

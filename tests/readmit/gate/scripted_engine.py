@@ -1,7 +1,8 @@
 """A small engine that does as it is told: it speaks HTTP on plain sockets, so that it can also misbehave.
 
-``POST /script`` with a JSON object changes ``answer``, ``status``, ``delay_s`` or ``listening`` and returns what was
-seen so far. Completions get the next of ``answers``, then ``answer``. The other routes each do one thing to the proxy.
+``POST /script`` with a JSON object changes ``answer``, ``status``, ``delay_s``, ``logprobs``, ``hangs_on`` (a prompt
+that is never answered) or ``listening`` and returns what was seen so far. Completions get the next of ``answers``, then
+``answer``. The other routes each do one thing to the proxy.
 """
 
 import asyncio
@@ -12,7 +13,15 @@ import struct
 import sys
 from typing import Any
 
-script: dict[str, Any] = {"answer": " Paris", "answers": [], "status": 200, "delay_s": 0.0, "listening": True}
+script: dict[str, Any] = {
+    "answer": " Paris",
+    "answers": [],
+    "status": 200,
+    "delay_s": 0.0,
+    "listening": True,
+    "logprobs": None,
+    "hangs_on": None,
+}
 seen: dict[str, Any] = {"completions": 0, "disconnects": 0, "sent": 0, "requests": []}
 listening: dict[str, asyncio.Server] = {}
 CHUNK = b"x" * 65536
@@ -49,9 +58,10 @@ async def respond(head: bytes, reader: asyncio.StreamReader, writer: asyncio.Str
             whole(writer, 200, {"data": [{"id": "scripted"}]})
         case "/v1/completions":
             seen["completions"] += 1
-            await watched(asyncio.sleep(script["delay_s"]), reader)
+            hangs = script["hangs_on"] is not None and json.loads(body)["prompt"] == script["hangs_on"]
+            await watched(asyncio.sleep(3600 if hangs else script["delay_s"]), reader)
             answer = script["answers"].pop(0) if script["answers"] else script["answer"]
-            whole(writer, script["status"], {"choices": [{"text": answer, "logprobs": None}]})
+            whole(writer, script["status"], {"choices": [{"text": answer, "logprobs": script["logprobs"]}]})
         case "/v1/echo":
             text = body.decode("latin-1") if len(body) < 10_000 else ""
             extra = [("X-Engine", "yes"), ("Connection", "x-secret"), ("X-Secret", "hop"), ("Set-Cookie", "a=1")]
