@@ -25,8 +25,8 @@ release           ``released``, ``evicted``, ``replaced``, ``lost``; generation,
 lease_open/close  empty; generation, lease, pid
 slot_state        the state entered; previous, reason, pid, start_ticks, generation
 probe             ``correct``, ``wrong``, ``late``, ``error``; seconds, expected, found
-process           ``started``, ``spawned``, ``adopted``, ``readopted``, ``exited``; process, pid, start_ticks,
-                  exit_code, signal
+process           ``started``, ``spawned``, ``adopted``, ``readopted``, ``exited``, ``reexecuted`` (a keeper, as another
+                  release), ``killed`` (by a drill); process, pid, start_ticks, exit_code, signal, release
 quarantine        ``set`` or ``lifted``; generation, reason
 override          ``set`` or ``lifted``; reason, ttl_s, user
 clock             ``alive``: the daemon runs. The last event of a boot is its last sign of life
