@@ -101,7 +101,8 @@ class Availability:
             else:
                 ended = self._enter(closed.slot, "unready", closed.end_ns(), self._grace_ns(closed, replay)) or ended
         if (opened := change.opened) is not None:
-            if self._was_ready(opened):
+            # A takeover's own episode follows on that of the slot that was lost, which has been counted.
+            if self._was_ready(opened) and "instead_of" not in event.attributes:
                 self.takeovers += any(it.state == "ready" for name, it in self.slots.items() if name != opened.slot)
             ended = self._enter(opened.slot, "unready", opened.fault_ns, self._grace_ns(opened, replay)) or ended
         elif event.slot in self.slots and self._lost_engine(event, replay.boot, at_ns):
@@ -129,7 +130,9 @@ class Availability:
     def _was_ready(self, opened: Episode) -> bool:
         """Whether a recovery's fault ended readiness; a crash is told of as the engine's exit first."""
         readiness = self.slots.get(opened.slot, _NEVER)
-        stopped_by_it = readiness.state == "stopped" and readiness.ready_ns > 0 and readiness.since_ns >= opened.fault_ns
+        stopped_by_it = (
+            readiness.state == "stopped" and readiness.ready_ns > 0 and readiness.since_ns >= opened.fault_ns
+        )
         return readiness.state == "ready" or stopped_by_it
 
     def _grace_ns(self, episode: Episode, replay: Replay) -> int:

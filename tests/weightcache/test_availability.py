@@ -61,6 +61,19 @@ def test_a_standby_makes_the_outage_short_and_the_recovery_no_shorter():
     assert availability.slots["a"].unready_s(at(700)) == 30 + 540
 
 
+def test_a_takeover_counts_once_and_makes_an_outage_as_long_as_it_took():
+    starts = [Story(slot=slot, episode=slot * 32).open(0).close(30) for slot in "abc"]
+    lost = Story(slot="a", episode="1" * 32).open(100).close(140)
+    takeover = Story(slot="b", episode="2" * 32)
+    takeover.say(100.5, "episode_open", "crash", fault_boottime_ns=100 * SECOND, instead_of={"slot": "a"})
+    takeover.say(101, "episode_close", "ready", verified=True, path="standby")
+    availability, outages = watch(*starts, lost, takeover)
+    assert availability.takeovers == 1
+    assert outages == [Outage(at(0), at(30))], "slot c was ready all the time"
+    availability, outages = watch(*starts[:2], lost, takeover)
+    assert (availability.takeovers, outages[-1]) == (1, Outage(at(100), at(101)))
+
+
 def test_a_slot_stopped_on_purpose_is_not_observed_and_does_not_serve():
     availability, outages = watch(
         Story(slot="a", episode="1" * 32).open(0).close(10),
