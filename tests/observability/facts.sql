@@ -15,7 +15,8 @@ CREATE TEMP TABLE nodes AS SELECT DISTINCT node FROM e;
 CREATE TEMP TABLE episodes AS
 WITH opened AS (
   SELECT node, slot, episode, coalesce(json_extract(attributes, '$.cause'), name) AS cause, at_ns AS opened_ns,
-         id AS opened_id, min(at_ns, coalesce(json_extract(attributes, '$.fault_boottime_ns') + offset_ns, at_ns)) AS told_ns
+         id AS opened_id,
+         min(at_ns, coalesce(json_extract(attributes, '$.fault_boottime_ns') + offset_ns, at_ns)) AS told_ns
   FROM e WHERE kind = 'episode_open'
 ), closed AS (
   SELECT node, episode, name AS outcome, at_ns AS closed_ns, min(id) AS closed_id,
@@ -24,8 +25,7 @@ WITH opened AS (
 )
 SELECT o.*, outcome, closed_ns, closed_id, verified, told_path, cause IN (SELECT cause FROM planned_causes) AS planned,
        max(told_ns, coalesce(lag(closed_ns) OVER past, 0)) AS fault_ns,
-       lag(o.episode) OVER past AS previous, lag(closed_id) OVER past AS previous_closed_id,
-       lead(opened_id) OVER past AS next_opened_id
+       lag(o.episode) OVER past AS previous, lead(opened_id) OVER past AS next_opened_id
 FROM opened o LEFT JOIN closed USING (node, episode) WINDOW past AS (PARTITION BY o.node, o.slot ORDER BY opened_id);
 CREATE INDEX temp.episodes_by_id ON episodes (node, episode);
 
@@ -43,7 +43,8 @@ CREATE TEMP TABLE known AS
 WITH news AS (
   SELECT node, episode, at_ns FROM lookups UNION SELECT node, episode, at_ns FROM loading
 ), ranks AS (
-  SELECT n.node, n.episode, n.at_ns, l.attempt, l.r, CASE WHEN sum(result = 'miss') THEN 'miss' ELSE max(result) END AS result
+  SELECT n.node, n.episode, n.at_ns, l.attempt, l.r,
+         CASE WHEN sum(result = 'miss') THEN 'miss' ELSE max(result) END AS result
   FROM news n JOIN lookups l ON (l.node, l.episode) = (n.node, n.episode) AND l.at_ns <= n.at_ns GROUP BY 1, 2, 3, 4, 5
 ), attempts AS (
   SELECT node, episode, at_ns,
@@ -68,6 +69,12 @@ CREATE TEMP TABLE final_paths AS
   FROM episodes o;
 CREATE INDEX temp.final_paths_by_episode ON final_paths (node, episode);
 
+-- The path by whose threshold each episode is judged until it is known better.
+CREATE TEMP TABLE hopes AS
+  SELECT o.node, o.episode,
+         CASE WHEN o.previous IS NULL THEN 'miss' WHEN f.path = 'off' THEN 'off' ELSE 'hit' END AS hope
+  FROM episodes o LEFT JOIN final_paths f ON (f.node, f.episode) = (o.node, o.previous);
+
 CREATE TEMP TABLE cold_starts AS
   SELECT node, episode, reason, coalesce(detail, '') AS detail FROM (
     SELECT node, episode, reason, detail,
@@ -77,10 +84,12 @@ CREATE TEMP TABLE cold_starts AS
 -- Phases. -------------------------------------------------------------------------------------------------------------
 
 CREATE TEMP TABLE attempts AS
-  SELECT node, episode, attempt, min(at_ns) AS heard_ns, min(CASE kind WHEN 'attempt_start' THEN at_ns END) AS started_ns,
+  SELECT node, episode, attempt, min(at_ns) AS heard_ns,
+         min(CASE kind WHEN 'attempt_start' THEN at_ns END) AS started_ns,
          min(CASE WHEN kind = 'attempt_end' OR (kind = 'process' AND name = 'exited'
                        AND json_extract(attributes, '$.process') = 'engine') THEN at_ns END) AS ended_ns
-  FROM e WHERE attempt IS NOT NULL AND episode IS NOT NULL AND kind NOT IN ('phase_begin', 'phase_end') GROUP BY 1, 2, 3;
+  FROM e WHERE attempt IS NOT NULL AND episode IS NOT NULL AND kind NOT IN ('phase_begin', 'phase_end')
+  GROUP BY 1, 2, 3;
 
 -- An end closes the latest begin that is open.
 CREATE TEMP TABLE intervals AS
@@ -124,13 +133,17 @@ FROM kept k;
 CREATE INDEX temp.chain_by_episode ON chain (node, episode);
 
 CREATE TEMP TABLE phase_seconds AS
-WITH edges AS (
-  SELECT node, episode, fault_ns AS at_ns FROM episodes WHERE closed_ns IS NOT NULL
-  UNION SELECT node, episode, closed_ns FROM episodes WHERE closed_ns IS NOT NULL
-  UNION SELECT node, episode, begin_ns FROM chain JOIN episodes USING (node, episode) WHERE begin_ns > fault_ns AND begin_ns < closed_ns
-  UNION SELECT node, episode, end_ns FROM chain JOIN episodes USING (node, episode) WHERE end_ns > fault_ns AND end_ns < closed_ns
+WITH ends AS (
+  SELECT node, episode, fault_ns, closed_ns FROM episodes WHERE closed_ns IS NOT NULL
+), edges AS (
+  SELECT node, episode, fault_ns AS at_ns FROM ends UNION SELECT node, episode, closed_ns FROM ends
+  UNION SELECT node, episode, begin_ns FROM chain JOIN ends USING (node, episode)
+    WHERE begin_ns > fault_ns AND begin_ns < closed_ns
+  UNION SELECT node, episode, end_ns FROM chain JOIN ends USING (node, episode)
+    WHERE end_ns > fault_ns AND end_ns < closed_ns
 ), pieces AS (
-  SELECT node, episode, at_ns AS begin_ns, lead(at_ns) OVER (PARTITION BY node, episode ORDER BY at_ns) AS end_ns FROM edges
+  SELECT node, episode, at_ns AS begin_ns, lead(at_ns) OVER (PARTITION BY node, episode ORDER BY at_ns) AS end_ns
+  FROM edges
 )
 SELECT node, episode, phase, sum(end_ns - begin_ns) / 1e9 AS seconds FROM (
   SELECT node, episode, begin_ns, end_ns, coalesce((
@@ -150,47 +163,47 @@ WITH exits AS (
       ON o.node = e.node AND o.slot = e.slot AND e.id > o.closed_id AND e.id < coalesce(o.next_opened_id, 9e18)
     WHERE e.kind = 'process' AND e.name = 'exited' AND o.outcome = 'ready'
       AND json_extract(e.attributes, '$.process') = 'engine') GROUP BY node, slot, episode_id
-), grace AS (
-  SELECT o.node, o.episode, coalesce((SELECT path FROM final_paths f WHERE (f.node, f.episode) = (o.node, o.previous)), '-') AS last
-  FROM episodes o
 ), found AS (
-  SELECT o.node, o.slot, opened_id AS id, fault_ns AS at_ns, opened_ns AS known_ns, 'unready' AS state, CASE WHEN planned THEN
-           fault_ns + (SELECT seconds FROM thresholds WHERE path = CASE last WHEN 'off' THEN 'off' WHEN '-' THEN 'miss' ELSE 'hit' END) * 1000000000
-         ELSE 0 END AS grace_ns
-  FROM episodes o JOIN grace USING (node, episode)
+  SELECT o.node, o.slot, opened_id AS id, fault_ns AS at_ns, opened_ns AS known_ns, 'unready' AS state,
+         planned * (fault_ns + seconds * 1000000000) AS grace_ns
+  FROM episodes o JOIN hopes USING (node, episode) JOIN thresholds t ON t.path = hope
   UNION ALL
   SELECT o.node, o.slot, l.id, l.at_ns, l.at_ns, 'unready', fault_ns + seconds * 1000000000
-  FROM episodes o JOIN lookups l USING (node, episode) JOIN grace g USING (node, episode)
-  JOIN known k ON k.node = o.node AND k.episode = o.episode AND k.at_ns = l.at_ns
-  JOIN thresholds t ON t.path = CASE WHEN k.path != 'unknown' THEN k.path WHEN last = 'off' THEN 'off' WHEN last = '-' THEN 'miss' ELSE 'hit' END
+  FROM episodes o JOIN lookups l USING (node, episode) JOIN hopes USING (node, episode)
+  JOIN known k ON (k.node, k.episode, k.at_ns) = (l.node, l.episode, l.at_ns)
+  JOIN thresholds t ON t.path = CASE k.path WHEN 'unknown' THEN hope ELSE k.path END
   WHERE planned AND l.id < coalesce(closed_id, 9e18)
   UNION ALL
   SELECT o.node, o.slot, closed_id, closed_ns, closed_ns, CASE outcome WHEN 'ready' THEN 'ready' ELSE 'unready' END,
-         CASE WHEN planned THEN fault_ns + seconds * 1000000000 ELSE 0 END
-  FROM episodes o JOIN final_paths f USING (node, episode) JOIN thresholds t ON t.path = f.path WHERE closed_id IS NOT NULL
+         planned * (fault_ns + seconds * 1000000000)
+  FROM episodes o JOIN final_paths f USING (node, episode) JOIN thresholds t ON t.path = f.path
+  WHERE closed_id IS NOT NULL
   UNION ALL
   SELECT node, slot, id, at_ns, at_ns, 'stopped', 0 FROM exits
 )
-SELECT node, slot, id, max(at_ns) OVER (PARTITION BY node, slot ORDER BY id) AS at_ns, known_ns, state, grace_ns FROM found;
+SELECT node, slot, id, max(at_ns) OVER (PARTITION BY node, slot ORDER BY id) AS at_ns, known_ns, state, grace_ns
+FROM found;
 
 CREATE TEMP TABLE slot_pieces AS
   SELECT node, slot, id, at_ns AS begin_ns, known_ns, state, grace_ns,
          lead(at_ns) OVER line AS end_ns, lead(known_ns) OVER line AS left_ns
   FROM turns WINDOW line AS (PARTITION BY node, slot ORDER BY id);
 
+-- The node's, from those of its slots: at each turn of one, what all of them are then.
 CREATE TEMP TABLE service_pieces AS
-WITH states AS (
-  SELECT b.node, b.id, b.known_ns, max(b.at_ns) OVER (PARTITION BY b.node ORDER BY b.id) AS at_ns,
-         (SELECT group_concat(s.state) FROM slot_pieces s WHERE s.node = b.node AND s.id <= b.id AND NOT EXISTS (
-            SELECT 1 FROM slot_pieces x WHERE x.node = s.node AND x.slot = s.slot AND x.id > s.id AND x.id <= b.id)) AS states,
-         (SELECT min(s.grace_ns) FROM slot_pieces s WHERE s.node = b.node AND s.id <= b.id AND s.state = 'unready' AND NOT EXISTS (
-            SELECT 1 FROM slot_pieces x WHERE x.node = s.node AND x.slot = s.slot AND x.id > s.id AND x.id <= b.id)) AS grace_ns
-  FROM turns b
+WITH latest AS (
+  SELECT b.node, b.id, b.known_ns, b.at_ns, s.slot, s.state, s.grace_ns, max(s.id)
+  FROM turns b JOIN slot_pieces s ON s.node = b.node AND s.id <= b.id GROUP BY b.node, b.id, s.slot
+), states AS (
+  SELECT node, id, known_ns, at_ns, min(CASE state WHEN 'unready' THEN grace_ns END) AS grace_ns,
+         CASE WHEN sum(state = 'ready') THEN 'ready' WHEN sum(state = 'unready') THEN 'unready'
+              ELSE 'stopped' END AS state
+  FROM latest GROUP BY node, id
+), placed AS (
+  SELECT *, max(at_ns) OVER (PARTITION BY node ORDER BY id) AS begin_ns FROM states
 )
-SELECT node, id, at_ns AS begin_ns, known_ns, coalesce(grace_ns, 0) AS grace_ns, lead(at_ns) OVER line AS end_ns,
-       lead(known_ns) OVER line AS left_ns,
-       CASE WHEN ',' || states || ',' LIKE '%,ready,%' THEN 'ready' WHEN states LIKE '%unready%' THEN 'unready' ELSE 'stopped' END AS state
-FROM states WINDOW line AS (PARTITION BY node ORDER BY id);
+SELECT node, id, begin_ns, known_ns, state, coalesce(grace_ns, 0) AS grace_ns, lead(begin_ns) OVER line AS end_ns
+FROM placed WINDOW line AS (PARTITION BY node ORDER BY id);
 
 CREATE TEMP TABLE clocks AS
   SELECT 'slot' AS clock, node, slot, begin_ns, end_ns, known_ns, state, grace_ns FROM slot_pieces
@@ -242,10 +255,8 @@ CREATE TEMP VIEW standing AS
   FROM episodes o, moment WHERE opened_ns <= now_ns;
 CREATE TEMP VIEW recoveries AS SELECT * FROM standing WHERE over;
 CREATE TEMP VIEW still AS
-  SELECT s.*, fault_ns / 1e9 + t.seconds AS deadline_s FROM standing s
-  LEFT JOIN final_paths f ON (f.node, f.episode) = (s.node, s.previous)
-  JOIN thresholds t ON t.path = CASE WHEN s.path != 'unknown' THEN s.path WHEN s.previous IS NULL THEN 'miss'
-                                     WHEN f.path = 'off' THEN 'off' ELSE 'hit' END
+  SELECT s.*, fault_ns / 1e9 + t.seconds AS deadline_s FROM standing s JOIN hopes USING (node, episode)
+  JOIN thresholds t ON t.path = CASE s.path WHEN 'unknown' THEN hope ELSE s.path END
   WHERE coalesce(over, 0) = 0;
 CREATE TEMP VIEW slots AS
   SELECT node, slot, state FROM slot_pieces, moment
