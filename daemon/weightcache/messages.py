@@ -23,6 +23,10 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """What fits every column of the journal."""
 
 
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""What goes into every row that the daemon journals for a client."""
+
+
 class _Message(msgspec.Struct):
     pass
 
@@ -30,14 +34,14 @@ class _Message(msgspec.Struct):
 class Hello(_Message, tag="hello"):
     """Who calls, and where in the world its events belong (see `weightcache.journal.Context`)."""
 
-    version: str
+    version: Name
     protocol: int = PROTOCOL
-    node: str | None = None
-    slot: str | None = None
-    episode: str | None = None
+    node: Name | None = None
+    slot: Name | None = None
+    episode: Name | None = None
     attempt: Number | None = None
     rank: Number | None = None
-    traceparent: str | None = None
+    traceparent: Name | None = None
 
 
 class Welcome(_Message, tag="welcome"):

@@ -306,6 +306,8 @@ def _differs(generation: Generation, differences: list[Difference]) -> CacheMiss
     remedy = None
     if first.field == "checkpoint_digest" and first.expected is None:
         remedy = "Prove the files' content once with: readmit cache fingerprint MODEL --hash"
+    elif first.field == "kernel_backend" and str(first.found).startswith("config-"):
+        remedy = "config.json is not what it was when these were loaded; an engine that loads anew replaces them"
     return CacheMiss(
         "fingerprint",
         f"the resident generation {generation.name} differs in {first.field}{others}",

@@ -95,6 +95,7 @@ def test_a_bad_header_is_refused_before_anything_is_allocated(header: bytes, rea
         msgspec.msgpack.encode({"type": "claim", "config": {}, "bytes": -1}),
         msgspec.msgpack.encode({"type": "progress", "done": "1", "total": 2}),
         msgspec.msgpack.encode({"type": "hello", "version": "1", "attempt": 1 << 40}),
+        msgspec.msgpack.encode({"type": "hello", "version": "1", "slot": "x" * 900_000}),
         msgspec.msgpack.encode({"type": "quarantine", "generation": "a", "reason": ""}),
         msgspec.msgpack.encode({"type": "load", "argv": []}),
         b"\x82\xa4type\xa6attach\xa6config" + b"\x81\xa1a" * 100_000 + b"\x80",

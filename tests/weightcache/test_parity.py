@@ -230,7 +230,7 @@ def test_two_versions_are_compared_by_their_own_interpreters(
 ) -> None:
     folder = checkpoints.plain(tmp_path / "t")
     old, new = version(tmp_path / "old", "1"), version(tmp_path / "new", "2")
-    code, report = run(folder, "--old", old, "--new", new, "--record")
+    code, report = run(folder, "--old", old, "--new", new)
     assert (code, report["equal"], report["recorded"]) == (0, True, True), report
     assert (report["resident_layout"], report["this_layout"]) == ("transformers-1", "transformers-2")
     monkeypatch.setattr(transformers, "LAYOUT", "transformers-1")
@@ -247,12 +247,12 @@ def test_versions_that_differ_are_not_one_layout(tmp_path: Path, monkeypatch: py
     new.tensors["model.norm.weight"] = norm._replace(digest="other")
     new.config["layout_id"] = "transformers-next"
     monkeypatch.setattr("readmit.commands.parity._report", lambda venv, *_: {"old": old, "new": new}[venv.name])
-    code, report = run(folder, "--old", "old", "--new", "new", "--record")
+    code, report = run(folder, "--old", "old", "--new", "new")
     assert (code, report["equal"], report["recorded"]) == (1, False, False)
     assert [each["name"] for each in report["disparities"]] == ["model.norm.weight"]  # type: ignore[attr-defined]
     new.tensors["model.norm.weight"] = norm
     new.config["torch_version"] = "3"
-    code, report = run(folder, "--old", "old", "--new", "new", "--record")
+    code, report = run(folder, "--old", "old", "--new", "new")
     assert (code, report["recorded"]) == (1, False), "no layout makes up for another torch"
     assert [each["field"] for each in report["differences"]] == ["torch_version"]  # type: ignore[attr-defined]
     assert not (tmp_path / "state" / "parity").exists()

@@ -26,8 +26,9 @@ def parity(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, for transformers.")],
     dtype: Dtype = None,
     record: Annotated[
-        bool, typer.Option("--record", help="If equal, let engines of this version use the other version's weights.")
-    ] = False,
+        bool | None,
+        typer.Option(help="If equal, let engines of this version use the other's weights (--old and --new do)."),
+    ] = None,
     old: Annotated[
         Path | None, typer.Option(metavar="VENV", help="Compare two versions: the virtual environment of the one.")
     ] = None,
@@ -43,9 +44,9 @@ def parity(
     if (old is None) != (new is None):
         raise typer.BadParameter("--old and --new go together")
     if old is not None and new is not None:
-        report = _compare_versions(model, dtype, old, new, record)
+        report = _compare_versions(model, dtype, old, new, record is not False)
     else:
-        report = _compare_loads(model, dtype, socket, record)
+        report = _compare_loads(model, dtype, socket, bool(record))
     typer.echo(json.dumps(report, indent=1) if as_json else _told(report))
     raise typer.Exit(0 if report["equal"] else 1)
 
