@@ -155,7 +155,7 @@ def summary(proof: Proof, run: Live, verdict: Verdict) -> dict[str, int]:
     moved = movement.moved().union(movement.CONSTANT, run.moved(), *(past.moved for past in proof.pasts))
     return {
         "panels": sum(len(board["panels"]) for board in boards),
-        "queries": len(verdict.questions),
+        "queries": len([name for name in verdict.questions if not name.startswith("live ")]),
         "empty_queries": len(verdict.empty.keys() | panels - verdict.answered),
         "wrong_values": len(verdict.wrong),
         "alerts": len(test_rules.NAMES),
