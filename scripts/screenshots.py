@@ -19,8 +19,8 @@ from weightcache.version import VERSION
 
 PLACE = Path(__file__).parents[1] / "docs" / "screenshots"
 PROMPTS = ("The capital of France is", "One, two, three, four,")
-PHONE = {"width": 390, "height": 844}
-DESK = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 1200}
+DESK = {"width": 1080, "height": 1200}
 
 
 def main() -> None:
@@ -42,8 +42,7 @@ def main() -> None:
             node.wait_all_ready()
             settle(node)
             take(browser, node, "status", DESK)
-            take(browser, node, "status-dark", DESK, dark=True)
-            take(browser, node, "status-phone", PHONE)
+            take(browser, node, "status-phone", PHONE, dark=True)
         finally:
             browser.close()
             node.down()
@@ -79,7 +78,7 @@ def forget(node: Node) -> None:
 def take(browser: Browser, node: Node, name: str, size: dict[str, int], *, dark: bool = False) -> None:
     page = browser.new_page(viewport=size, color_scheme="dark" if dark else "light")
     page.goto(f"{node.url}/")
-    page.screenshot(path=PLACE / f"{name}.png", full_page=True)
+    page.screenshot(path=PLACE / f"{name}.png")
     page.close()
 
 

@@ -72,14 +72,16 @@ def render(report: Facts) -> str:
     """The page for a report of `readmit.gate.status`."""
     title, mood = _title(report)
     probes = report["probes"]
-    golden = f"{probes['count']} golden answers of {probes['model']}" if probes["count"] else "no golden answers"
+    golden = (
+        f"{_many(probes['count'], 'golden answer')} of {probes['model']}" if probes["count"] else "no golden answers"
+    )
     return _PAGE.substitute(
         refresh=_REFRESH_S,
         style=_STYLE,
         script=_SCRIPT,
         title=escape(title),
         mood=mood,
-        subtitle=escape(f"Node {report['node']}, {golden}, {report['in_flight']} requests in flight"),
+        subtitle=escape(f"Node {report['node']}, {golden}, {_many(report['in_flight'], 'request')} in flight"),
         warnings="".join(f'<p class="warning bad">{escape(text)}</p>' for text in _warnings(report)),
         sections="\n".join(_sections(report)),
     )
@@ -314,3 +316,7 @@ def _ago(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

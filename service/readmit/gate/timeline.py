@@ -7,7 +7,7 @@ from typing import Any, Final
 from weightcache.vocabulary import PHASES, UNATTRIBUTED
 
 _WIDTH: Final = 1000
-_HUES: Final = (0, 30, 210, 190, 250, 170, 140, 320, 290, 345, 60, 265, 100, 130)
+_HUES: Final = (0, 30, 210, 190, 250, 170, 140, 320, 20, 345, 70, 265, 45, 285)
 """One for each phase: neighbours differ."""
 
 
