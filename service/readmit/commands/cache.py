@@ -16,6 +16,7 @@ from readmit.commands.daemon import Dtype, Json, Socket, ask
 from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
 from weightcache import messages
+from weightcache.occupancy import by_device
 
 app = typer.Typer(no_args_is_help=True, help="The weight cache daemon, and what it holds.")
 app.command()(preflight)
@@ -46,6 +47,8 @@ def status(socket: Socket = None, as_json: Json = False) -> None:
         f"daemon pid {facts['pid']} at {facts['socket']}, up {facts['uptime_s']:.0f} s, {facts['rss_mib']} MiB itself; "
         f"{_mib(facts['resident_bytes'])}{limit} resident; {keeper}"
     )
+    for device, taken in by_device(facts["generations"]).items():
+        console.print(f"{device}: {_mib(taken.resident)} of its memory resident, {_mib(taken.leased)} of them in use")
     for each in facts["generations"]:
         console.print(_generation(each))
     for claim in facts["claims"]:
