@@ -24,8 +24,10 @@ WITH opened AS (
   FROM e WHERE kind = 'episode_close' GROUP BY node, episode
 )
 SELECT o.*, outcome, closed_ns, closed_id, verified, told_path, cause IN (SELECT cause FROM planned_causes) AS planned,
-       max(told_ns, coalesce(lag(closed_ns) OVER past, 0)) AS fault_ns,
-       lag(o.episode) OVER past AS previous, lead(opened_id) OVER past AS next_opened_id
+       max(told_ns, coalesce(lag(closed_ns) OVER past, 0)) AS fault_ns, lead(opened_id) OVER past AS next_opened_id, (
+         SELECT p.episode FROM opened p LEFT JOIN closed c USING (node, episode)
+         WHERE p.node = o.node AND p.slot = o.slot AND p.opened_id < o.opened_id AND c.told_path IS NOT 'standby'
+         ORDER BY p.opened_id DESC LIMIT 1) AS previous  -- a takeover says nothing of how fast the slot's engine is
 FROM opened o LEFT JOIN closed USING (node, episode) WINDOW past AS (PARTITION BY o.node, o.slot ORDER BY opened_id);
 CREATE INDEX temp.episodes_by_id ON episodes (node, episode);
 

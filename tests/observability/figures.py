@@ -142,7 +142,8 @@ def takeovers(facts: Facts) -> Found:
     query = (
         f"SELECT count(*) FROM episodes o WHERE opened_ns > :since AND opened_ns <= :now AND EXISTS ({lost}) "
         f"AND EXISTS (SELECT 1 FROM (SELECT DISTINCT node, slot FROM episodes) z "
-        f"WHERE z.node = o.node AND z.slot != o.slot AND {other} = 'ready')"
+        f"WHERE z.node = o.node AND z.slot != o.slot AND {other} = 'ready') "
+        "AND told_path IS NOT 'standby'"  # that of the slot which took over
     )
     return facts.one(query)
 

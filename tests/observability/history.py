@@ -1,4 +1,4 @@
-"""Forty days of three nodes, made of recorded journals: only ids and times are shifted.
+"""Forty days of four nodes, made of recorded journals: only ids and times are shifted.
 
 The events go through the real replay, accounts, forecast and collector; what that exports is written as OpenMetrics at
 the times of imagined scrapes. Everything is sampled around recoveries and every two hours, and what moves by itself,
@@ -47,6 +47,7 @@ CLOCKS: Final = (
 NODES: Final = {
     "demo": (2, 11, 21, 33),
     "pair": (1, 6, 11, 14, 17, 20, 23, 26, 29, 32, 35, 38),
+    "twins": (4, 10, 16, 22, 27, 34),
     "ranks": (3, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29),
 }
 """On these days each node's recording begins anew."""

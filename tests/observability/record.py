@@ -68,7 +68,19 @@ def ranks(lab: Lab) -> None:
     lab.rest(5)
 
 
-SCENARIOS: dict[str, Callable[[Lab], None]] = {"pair": pair, "ranks": ranks}
+def twins(lab: Lab) -> None:
+    """Two slots that take over from each other."""
+    lab.configure("a", "b", node="twins")
+    lab.up()
+    for slot in lab.slots:
+        lab.until_closed(slot, 1)
+    for slot in "abab":
+        lab.rest(1)
+        lab.fault(slot)
+    lab.rest(5)
+
+
+SCENARIOS: dict[str, Callable[[Lab], None]] = {"pair": pair, "ranks": ranks, "twins": twins}
 
 
 def planned(lab: Lab, slot: str, cause: str) -> None:
