@@ -21,6 +21,7 @@ from readmit.gate.outlook import Outlook
 from readmit.gate.override import Override, Overrides
 from readmit.gate.problem import Problem
 from readmit.gate.records import Records
+from readmit.gate.recovery import Recoveries
 from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
 from readmit.gate.slots import Slot, Transition
@@ -79,6 +80,8 @@ class Gate:
             slot.name: Watch(slot, chosen.supervised and self.chronicle.kept, means)
             for slot, chosen in zip(self.slots, settings.slots, strict=True)
         }
+        self.recoveries = Recoveries()
+        """Past ones, as the status tells them."""
         self.costs: dict[str, Cost] = {}
         """What the engine of each slot cost when it was last looked at."""
         self.next_starts: dict[str, NextStart | None] = {}

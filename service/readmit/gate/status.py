@@ -3,12 +3,11 @@
 from collections import Counter
 from typing import Any, Final
 
+from readmit.gate import recovery
 from readmit.gate.gate import Gate
 from readmit.gate.slots import Slot
 from readmit.gate.verifier import Finding
-from readmit.remedies import REMEDIES
 from weightcache.availability import Outage
-from weightcache.episodes import Episode, Lookup
 from weightcache.journal import boottime_ns
 
 NOTHING: Final = Finding("no_probes", 0)
@@ -52,8 +51,8 @@ def report(gate: Gate) -> dict[str, Any]:
             "hit_rate": results["hit"] / attached if attached else None,
             "reasons": dict(Counter(lookup.reason or "unknown" for lookup in lookups if lookup.result == "miss")),
         },
-        "open": [_recovery(episode, clock) for episode in gate.chronicle.replay.open_episodes],
-        "recoveries": [_recovery(episode, clock) for episode in reversed(past)],
+        "open": [recovery.facts(episode, clock) for episode in gate.chronicle.replay.open_episodes],
+        "recoveries": gate.recoveries.tell(past, clock),
         "outages": [_outage(it, clock) for it in (*([lasting] if lasting else []), *reversed(gate.chronicle.outages))],
     }
 
@@ -81,39 +80,6 @@ def _override(gate: Gate) -> dict[str, Any] | None:
 
 def _ago_s(at_ns: int) -> float:
     return round((boottime_ns() - at_ns) / 1e9, 3)
-
-
-def _recovery(episode: Episode, now_ns: int) -> dict[str, Any]:
-    miss = episode.miss
-    return {
-        "id": episode.id,
-        "slot": episode.slot,
-        "cause": episode.cause,
-        "outcome": episode.outcome,
-        "verified": episode.verified,
-        "path": episode.path,
-        "reason": episode.reason,
-        "detail": episode.detail,
-        "message": miss.attributes.get("message") if miss else None,
-        "remedy": _remedy(miss) if miss else None,
-        "attempts": len(episode.attempts),
-        "ended_s": None if episode.is_open else round((now_ns - episode.end_ns()) / 1e9, 3),
-        "total_s": round(episode.age_s(now_ns), 3),
-        "phases_s": {name: round(seconds, 3) for name, seconds in episode.phases_s(now_ns).items()},
-        "segments": [
-            {
-                "phase": segment.phase,
-                "attempt": segment.attempt,
-                "begin_s": round((segment.begin_ns - episode.fault_ns) / 1e9, 4),
-                "end_s": round((segment.end_ns - episode.fault_ns) / 1e9, 4),
-            }
-            for segment in episode.segments(now_ns)
-        ],
-    }
-
-
-def _remedy(miss: Lookup) -> str:
-    return str(miss.attributes.get("remedy") or REMEDIES.get(miss.reason or "", ""))
 
 
 def _outage(outage: Outage, now_ns: int) -> dict[str, Any]:
