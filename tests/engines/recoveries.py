@@ -19,6 +19,8 @@ from weightcache.vocabulary import UNATTRIBUTED
 
 PARTS: Final = ("off", "shared", "tp2", "observed")
 KILLED: Final = ("api", "core", "worker")
+EXPLAINED: Final = 0.1
+"""Share of a recovery's time that may belong to no phase."""
 TOLERANCE: Final = 0.1
 """Nats by which a log-probability in bf16 may move between batches."""
 
@@ -52,6 +54,7 @@ class Account:
         episode, orphans, shm_left = node.kill(part, meanwhile=meanwhile)
         assert episode.outcome == "ready", f"{episode.outcome} after the death of {part}"
         assert path == episode.path, f"{episode.path} ({episode.reason}) in place of {path}"
+        assert {"tokenizer_init", "distributed_init", "load_weights", "server_ready"} <= set(episode.phases_s())
         started = node.started("a")[-1]
         assert (started == "forked") == (named not in PLAIN), f"{started} in place of {named}"
         self.orphans, self.shm_left = self.orphans + orphans, self.shm_left + shm_left
@@ -158,6 +161,7 @@ def tp2(account: Account, model: Path, kills: int) -> dict[str, Any]:
                 "partial": partial.path,
                 "missed_rank": missed.rank if missed else None,
                 "distributed_init_s": round(hit.phases_s().get("distributed_init", 0.0), 3),
+                "rendezvous_s": round(hit.parts_s()["distributed_init.rendezvous"], 3),
             }
         finally:
             node.stop()
@@ -205,7 +209,8 @@ def main() -> None:
         **{part: facts for part, facts in found.items() if part != "tp2" and facts},
     }
     print(json.dumps(report))
-    if account.orphans or account.shm_left or account.parity_failures:
+    unexplained = max(report["unattributed_share"] or 0.0, found.get("observed", {}).get("unattributed_share", 0.0))
+    if account.orphans or account.shm_left or account.parity_failures or unexplained > EXPLAINED:
         raise SystemExit(1)
 
 

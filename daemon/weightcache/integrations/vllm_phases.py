@@ -49,6 +49,12 @@ MAKES_TOKENIZERS: Final = ("vllm.renderers", "vllm.v1.engine.async_llm", "vllm.v
 
 SERVING: Final = "Application startup complete."
 """What uvicorn says once it takes requests."""
+JOINS: Final = "world_size=%d rank=%d"
+"""How a worker's line begins that it joins the others; what it has done before is to look at cores and memory nodes."""
+JOINED: Final = "rank %s in world size %s is assigned"
+"""How its line begins that it has joined all groups. Only the first worker of a node says it."""
+SPEAKERS: Final = ("uvicorn.error", "vllm.distributed.parallel_state")
+"""Loggers that say these."""
 
 _WORKER: Final = re.compile(r"VllmWorker-(\d+)")
 
@@ -77,6 +83,7 @@ class Marks(SpanProcessor):
             self.imported()
         if (phase := SPANS.get(name)) is not None:
             if phase == "load_weights":
+                self.end("distributed_init.rendezvous")
                 self.end("distributed_init")
             self.begin(phase)
 
@@ -101,6 +108,17 @@ class Marks(SpanProcessor):
             pass
         if worker:
             self.begin("distributed_init")
+            self.begin("distributed_init.topology")
+
+    def said(self, format_: str) -> None:
+        """A line of the log, before its values are put in."""
+        if format_.startswith(JOINS):
+            self.end("distributed_init.topology")
+            self.begin("distributed_init.rendezvous")
+        elif format_.startswith(JOINED):
+            self.end("distributed_init.rendezvous")
+        elif format_ == SERVING:
+            self.end("server_ready")
 
     def begin(self, phase: str) -> None:
         """A phase begins, unless it has."""
@@ -115,14 +133,16 @@ class Marks(SpanProcessor):
             self._journal.append("phase_end", phase)
 
 
-class _Serving(logging.Handler):
-    def __init__(self, marks: Marks) -> None:
-        super().__init__(logging.INFO)
-        self._marks = marks
+def listen(marks: Marks) -> None:
+    """Read along in the log. By a filter, because vLLM and uvicorn set up their loggers anew and take handlers off."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == SERVING:
-            self._marks.end("server_ready")
+    def hear(record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, str):
+            marks.said(record.msg)
+        return True
+
+    for speaker in SPEAKERS:
+        logging.getLogger(speaker).addFilter(hear)
 
 
 def _time_tokenizer(marks: Marks) -> None:
@@ -157,7 +177,7 @@ def install() -> None:
     marks = Marks()
     provider.add_span_processor(marks)
     os.register_at_fork(after_in_child=marks.after_fork)
-    logging.getLogger("uvicorn.error").addHandler(_Serving(marks))
+    listen(marks)
     if multiprocessing.current_process().name != "MainProcess":
         marks.imported()  # the span that says so in an API server has begun before plug-ins are asked
     else:
