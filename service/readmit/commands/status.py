@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from readmit.gate.operator import order
 from readmit.where import ConfigOption, Where
 from weightcache.episodes import Replay
 from weightcache.errors import ConfigError
@@ -22,7 +23,7 @@ def command(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the processes of this node: state, pid, uptime, and for each slot its recovery.
+    """Show the processes of this node: state, pid, uptime, and for each slot its recovery and its place at the gate.
 
     Exits 1 when no keeper runs.
     """
@@ -33,8 +34,10 @@ def command(
         keeper, problem = _left_behind(where), str(error)
     replay = Replay()
     replay.catch_up(Journal(where.journal, Context.from_environment()))
+    gate = _gate(where)
     for child in keeper["children"]:
         child["recovery"] = _recovery(replay, child["name"]) if child["role"] == "engine" else None
+        child["gate"] = gate.get(child["name"])
     if as_json:
         typer.echo(json.dumps({**keeper, "problem": problem}, indent=2))
     else:
@@ -42,6 +45,16 @@ def command(
         if problem:
             typer.echo(f"readmit: {problem}", err=True)
     raise typer.Exit(1 if problem else 0)
+
+
+def _gate(where: Where) -> dict[str, dict[str, Any]]:
+    """What the gate says of each slot; nothing where none answers."""
+    try:
+        slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
+    except ConfigError:
+        return {}
+    kept = ("state", "reason", "active", "in_flight", "cost", "next_start")
+    return {slot["slot"]: {key: slot[key] for key in kept} for slot in slots}
 
 
 def _left_behind(where: Where) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def _table(children: Iterable[dict[str, Any]]) -> str:
                 state or child["state"],
                 str(child["pid"] or "-"),
                 _duration(child["uptime_s"]),
-                _story(recovery) if recovery else child["status"],
+                "; ".join(filter(None, (_story(recovery) if recovery else child["status"], _place(child.get("gate"))))),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -105,6 +118,17 @@ def _story(recovery: dict[str, Any]) -> str:
         kind = "first correct answer" if recovery["verified"] else "up, unverified,"
         return f"{kind} {seconds} after {recovery['cause']} ({recovery['path']})"
     return f"{recovery['outcome']} {seconds} after {recovery['cause']}"
+
+
+def _place(gate: dict[str, Any] | None) -> str:
+    """Whether a slot serves or stands by, and what that costs."""
+    if gate is None or gate["state"] not in ("ready", "draining"):
+        return ""
+    place = "drained" if gate["state"] == "draining" else "serves" if gate["active"] else "stands by"
+    cost = gate["cost"] or {}
+    memory = f", {cost['private_bytes'] >> 20} MiB of its own" if cost.get("private_bytes") else ""
+    tokens = f", room for {cost['kv_tokens']} tokens" if cost.get("kv_tokens") else ""
+    return place + memory + tokens
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,6 +1,7 @@
 """Two slots on the same resident weights: one serves, the other stands by, and no fault moves the traffic twice."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -106,6 +107,9 @@ def test_what_a_standby_costs_is_its_own_memory_and_not_the_weights(pair: Node) 
         assert slot["cost"]["private_bytes"] > 10 << 20
         assert slot["cost"]["shared_bytes"] > weights * 0.9, "both map the same weights"
         assert slot["cost"]["kv_tokens"] is None, "this engine keeps no room for tokens, and says nothing of it"
+        shown = next(line for line in pair.readmit("status").stdout.splitlines() if line.startswith(f"{slot['slot']} "))
+        assert ("serves" if slot["active"] else "stands by") in shown
+        assert re.search(r"\d+ MiB of its own", shown)
         assert pair.metric(f'readmit_gate_engine_private_bytes{{slot="{slot["slot"]}"}}') > 10 << 20
 
 
