@@ -187,6 +187,8 @@ def main() -> int:
         with live(folder / "live") as run:
             run.verify(verdict)
             told = summary(proof, run, verdict)
+    for panel in {str(query) for query in expressions.queries()} - verdict.answered:
+        print(f"EMPTY {panel}", file=sys.stderr)
     for question, text in verdict.wrong.items():
         print(f"WRONG {question}\n  {text}", file=sys.stderr)
     print(json.dumps(told))
