@@ -9,12 +9,15 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from weightcache.episodes import Replay
 from weightcache.errors import ConfigError
 from weightcache.journal import SCHEMA_VERSION, Context, Journal, new_episode_id, span_id
+
+JOURNALS = Path(__file__).with_name("journals")
 
 
 @pytest.fixture
@@ -144,6 +147,10 @@ class TestKilledWriters:
         assert list(map(facts, again.episodes)) == list(map(facts, replay.episodes))
 
 
+def _without_space(rows):
+    return ["".join(text.split()) for (text,) in rows]
+
+
 def facts(episode):
     return episode.id, episode.outcome, episode.path, episode.reason, episode.total_s, episode.fault_ns
 
@@ -214,6 +221,24 @@ class TestFile:
         journal.append("clock", "new")
         assert [event.name for event in journal.events()] == ["old", "new"]
         assert sqlite3.connect(path).execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
+    @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
+    def test_a_journal_of_every_schema_is_read_written_and_migrated(self, path, version):
+        """One file of each is kept as that release would have written it; a new schema needs a new file."""
+        connection = sqlite3.connect(path)
+        connection.executescript(JOURNALS.joinpath(f"schema-{version}.sql").read_text())
+        connection.close()
+        replay = Replay()
+        replay.catch_up(Journal(path))
+        assert [(it.outcome, it.path, it.total_s) for it in replay.episodes] == [("ready", "hit", 10)]
+        Journal(path).append("clock", "new")
+        assert [event.name for event in Journal(path).events()][-1] == "new"
+        migrated = sqlite3.connect(path)
+        assert migrated.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        tables = "SELECT sql FROM sqlite_master WHERE name IN ('events', 'merged', 'events_by_slot') ORDER BY name"
+        fresh = path.with_name("fresh.sqlite3")
+        Journal(fresh).append("clock")
+        assert _without_space(migrated.execute(tables)) == _without_space(sqlite3.connect(fresh).execute(tables))
 
     def test_many_start_at_once_on_a_new_file(self, path):
         script = """

@@ -3,11 +3,14 @@
 import fcntl
 import json
 import os
+import select
 import signal
 import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -210,3 +213,46 @@ class TestFullDisk:
         )
         assert (names_, lost) == (["before", "after"], 1)
         assert "takes no events" in stderr
+        assert "Read-only file system" in stderr, "the reason"
+        assert "Make room there" in stderr, "and what to do"
+
+
+def until_held(pid):
+    """Wait until strace holds a process in a call, and not only in passing."""
+    held, deadline = 0, time.monotonic() + 60
+    while held < 20:
+        assert time.monotonic() < deadline
+        held = held + 1 if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "t" else 0
+        time.sleep(0.01)
+
+
+class TestSlowDisk:
+    """A disk that is kept busy by the weights that are read: every sync of the one process that moves the WAL hangs."""
+
+    def test_a_checkpoint_that_hangs_holds_up_no_writer(self, path):
+        journal = Journal(path, Context("node", "a"))
+        journal.append("clock", "first")
+        script = """
+            import sys
+            from pathlib import Path
+            from weightcache.journal import Journal, log
+            log._WAL_LIMIT_BYTES = 1
+            journal = Journal(Path(sys.argv[1]), checkpoints=True)
+            journal.append("clock", "second")
+            print("begins", flush=True)
+            journal.checkpoint()
+            print("ended", flush=True)
+        """
+        slow = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=fsync,fdatasync"]
+        slow += ["-e", "inject=fsync,fdatasync:delay_enter=20000000"]
+        command = [*slow, sys.executable, "-c", textwrap.dedent(script), str(path)]
+        daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert daemon.stdout.readline() == "begins\n"
+        until_held(int(Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text()))
+        for number in range(200):
+            journal.append("clock", str(number))
+        assert select.select([daemon.stdout], [], [], 0)[0] == [], "the checkpoint is still in the middle of it"
+        daemon.kill()
+        daemon.communicate()
+        assert (journal.spooled, journal.lost) == (0, 0)
+        assert names(Journal(path)) == ["first", "second", *map(str, range(200))]
