@@ -61,8 +61,9 @@ class Node:
         replay.catch_up(Journal(self._state / "journal.sqlite3", Context("n")))
         return [] if replay.open_episodes else [it.path for it in replay.episodes]
 
-    def restarts(self, unit: str) -> int:
-        return int(self.machine.unit(unit)["NRestarts"])
+    def stored(self, unit: str) -> int:
+        """How many of a unit's descriptors systemd keeps."""
+        return int(self.machine.unit(unit)["NFileDescriptorStore"])
 
     def readopted(self) -> int:
         """How many daemons have found the weights where their predecessors had left them."""
@@ -121,8 +122,7 @@ def test_the_units_keep_their_promises(node: Node) -> None:
     machine.systemctl("start", "readmit-cache", "readmit-engines", "readmit-gate")
     wait_for(node.ready, "the gate lets traffic in")
     wait_for(lambda: node.paths() == ["miss"], "the start is closed")
-    stored = int(machine.unit("readmit-cache")["NFileDescriptorStore"])
-    assert stored == 4, "listener, manifest, arena and lease"
+    wait_for(lambda: node.stored("readmit-cache") == 4, "listener, manifest, arena and lease are stored")
     engine = node.engine()["pid"]
 
     # The daemon is killed, is stopped by nobody knows whom, is restarted: always with what systemd kept.
@@ -144,7 +144,7 @@ def test_the_units_keep_their_promises(node: Node) -> None:
     wait_for(lambda: node.paths() == ["miss", "hit", "hit"], "the second one too")
 
     # The gate: whoever calls meanwhile waits in the socket that systemd kept.
-    assert machine.unit("readmit-gate")["NFileDescriptorStore"] == "1"
+    assert node.stored("readmit-gate") == 1
     machine.systemctl("kill", "--signal", "KILL", "readmit-gate")
     assert httpx.get(f"http://{node.gate}/livez", timeout=240).status_code == 200
     wait_for(node.ready, "the gate lets traffic in again")
@@ -161,7 +161,7 @@ def test_the_units_keep_their_promises(node: Node) -> None:
     assert node.paths() == ["miss", "hit", "hit"]
 
     machine.systemctl("stop", "readmit-gate", "readmit-engines", "readmit-cache")
-    assert machine.unit("readmit-cache")["NFileDescriptorStore"] == "0", "and so the weights are released"
+    assert node.stored("readmit-cache") == 0, "and so the weights are released"
 
 
 def host_pid(machine: Machine, pid: int) -> int:
