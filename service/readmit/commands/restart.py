@@ -67,7 +67,14 @@ def reexec(where: Where, config: Path | None) -> str:
     Raises:
         ConfigError: ``no_keeper``; ``keeper_refused``, with why the old one goes on; the configuration cannot be used.
     """
-    running = {each["role"] for each in ask(where.runtime_dir, {"status": True})["children"]}
+    keeper = ask(where.runtime_dir, {"status": True})
+    if "release" not in keeper:
+        raise ConfigError(
+            "keeper_refused",
+            f"the keeper (pid {keeper['pid']}) is of a release that cannot go on as another one",
+            remedy=f"kill -9 {keeper['pid']}, then readmit up: the next keeper adopts what runs",
+        )
+    running = {each["role"] for each in keeper["children"]}
     request = {"reexec": True, "python": sys.executable}
     with contextlib.ExitStack() as stack:
         configured = config is not None or DEFAULT_FILE.exists()
