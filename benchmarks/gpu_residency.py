@@ -25,7 +25,7 @@ import torch
 from gpu_parts import disk, engine, legacy, models, roles, serving, sparse, watching
 from gpu_parts.fresh import Clients
 from gpu_parts.node import Node
-from gpu_parts.processes import Failed, Process, call, gpu_memory_peak, used_bytes
+from gpu_parts.processes import Process, call, gpu_memory_peak, used_bytes
 from gpu_parts.report import Report
 
 from weightcache.keeper.child import QUICK_S
@@ -122,58 +122,10 @@ class Benchmark:
 
     def serving(self) -> dict[str, Any]:
         """The reference engine, bf16 and FP8: from disk, published, killed and mapped; the same answers each time."""
-        folder = Path(tempfile.mkdtemp(prefix="readmit-serving-"))
-        kinds = {"bf16": False, "block-wise FP8": True}
-        found: dict[str, Any] = {}
         try:
-            for kind, fp8 in kinds.items():
-                found[kind] = call(serving.make_checkpoint, folder / kind, 6 if self.on_gpu else 2, fp8, self.where)
-            # Those of a wave start together, so their starts are slower than one alone would be.
-            for wave in (("off", "miss"), ("hit",)):
-                engines = {
-                    (kind, name): serving.Engine(
-                        folder / kind,
-                        "off" if name == "off" else "client",
-                        self.where,
-                        folder / f"{kind}-{name}.sqlite3",
-                    )
-                    for kind in kinds
-                    for name in wave
-                }
-                try:
-                    for (kind, name), engine_ in engines.items():
-                        found[kind][name] = engine_.answer()
-                finally:
-                    for engine_ in engines.values():
-                        engine_.kill()
-            for kind in kinds:
-                self._served(kind, found[kind])
-            if self.on_gpu:
-                speeds = call(serving.decode_speeds, [folder / kind for kind in kinds], self.where)
-                for kind, speed in zip(kinds, speeds, strict=True):
-                    found[kind]["speed"] = speed
-                    work = f"captured decoding step on mapped over ordinary memory, {kind}"
-                    self.report.figure(work, [speed["ratio"]], "ratio", must=1.01)
-            return found
+            return serving.measure(self.report, self.where)
         finally:
-            self.report.parts["serving_so_far"] = found
-            disk.remove(folder)
             self._release()
-
-    def _served(self, kind: str, answers: dict[str, Any]) -> None:
-        """Report what three engines took, and check that they said the same."""
-        starts = {name: answers[name] for name in ("off", "miss", "hit")}
-        for name, told in starts.items():
-            self.report.figure(f"engine, {kind}, {name}: start to first answer", [told["first_answer_s"]], "s")
-            self.report.figure(f"  a token, HTTP included: {kind}, {name}", [told["s_a_token"]], "s")
-            for phase in ("load_weights", "kernel_warmup", "cache_alloc", "graph_capture"):
-                if phase in told["phases"]:
-                    self.report.figure(f"    {phase}: {kind}, {name}", [told["phases"][phase]], "s")
-        results = [told["lookup"]["result"] for told in starts.values()]
-        said = {json.dumps([told["tokens"], told["logprobs"]]) for told in starts.values()}
-        varied = len(set(starts["hit"]["tokens"]))
-        if results != ["off", "miss", "hit"] or len(said) != 1 or varied < 4:
-            raise AssertionError(f"{results}, {len(said)} different answers, {varied} different tokens: {starts}")
 
     def sizes(self) -> dict[str, Any]:
         """Attach time against size, at 2,000 tensors."""
@@ -186,46 +138,8 @@ class Benchmark:
         return found
 
     def disk(self) -> dict[str, Any]:
-        """Disk to arena, cold and warm."""
-        folder = Path(tempfile.mkdtemp(prefix="readmit-disk-")) / "checkpoint"
-        try:
-            found = {"written": call(disk.write_checkpoint, folder, 6.0 if self.quick else 8.0)}
-            reads, cold, warm, files = [], [], [], []
-            for turn in range(1 if self.quick else 3):
-                found[f"left_in_cache_{turn}"] = disk.drop(folder)
-                reads.append(call(disk.direct_reads, folder))
-                disk.drop(folder)
-                cold.append(call(disk.into_arena, folder, None, turn == 0))
-            others: dict[str, Any] = {}
-            for _ in range(2 if self.quick else 3):
-                found["in_cache"] = disk.warm(folder)
-                warm.append(call(disk.into_arena, folder, False, False))
-                files.append(call(disk.load_file, folder))
-                for loader in (disk.fastsafetensors, disk.runai_streamer):
-                    try:
-                        others.setdefault(loader.__name__, []).append(call(loader, folder))
-                    except Failed as failed:  # not installed, or not for this machine: said so
-                        others[f"{loader.__name__} failed"] = str(failed)[-800:]
-            found["others"] = others
-            for name, results in others.items():
-                if isinstance(results, list):
-                    rates = [result["bytes_per_s"] / GIB for result in results]
-                    self.report.figure(f"page cache to GPU by {name}, unhashed", rates, "GiB/s")
-            found |= {"cold": cold, "warm": warm, "load_file": files, "direct_reads": reads}
-            rates = [result["bytes_per_s"] / GIB for result in cold]
-            self.report.figure("parallel O_DIRECT reads", [rate / GIB for rate in reads], "GiB/s")
-            self.report.figure("disk to arena, cold", rates, "GiB/s")
-            ratio = statistics.median(rates) / (statistics.median(reads) / GIB)
-            self.report.figure("disk to arena over O_DIRECT reads", [ratio], "ratio", at_least=0.9)
-            rates = [result["bytes_per_s"] / GIB for result in warm]
-            plain = [result["bytes_per_s"] / GIB for result in files]
-            self.report.figure("page cache to arena, hashed", rates, "GiB/s")
-            self.report.figure("safetensors load_file to GPU", plain, "GiB/s")
-            ratio = statistics.median(rates) / statistics.median(plain)
-            self.report.figure("page cache to arena over load_file", [ratio], "ratio", at_least=1.5, aim=3)
-            return found
-        finally:
-            disk.remove(folder.parent)
+        """Disk to arena, cold and warm, beside what others do."""
+        return disk.measure(self.report, self.quick)
 
     def engine(self) -> dict[str, Any]:
         """A model of transformers: loaded from disk and published, then mapped; eager and captured."""

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import statistics
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -9,12 +11,56 @@ from typing import Any
 
 import torch
 
-from gpu_parts.processes import Talk, cuda_context
+from gpu_parts.processes import Failed, Talk, call, cuda_context
+from gpu_parts.report import Report
 from weightcache.arena import cuda_checkpoint
 from weightcache.arena.cuda_driver import nvidia
 from weightcache.arena.cuda_fill import BLOCK_BYTES, THREADS
 from weightcache.checkpoint import Checkpoint
 from weightcache.starting_state import page_cache_fraction
+
+
+def measure(report: Report, quick: bool) -> dict[str, Any]:
+    """Disk to arena, cold and warm, beside what the disk gives and what other loaders do."""
+    folder = Path(tempfile.mkdtemp(prefix="readmit-disk-")) / "checkpoint"
+    try:
+        found = {"written": call(write_checkpoint, folder, 6.0 if quick else 8.0)}
+        reads, cold, cached, files = [], [], [], []
+        for turn in range(1 if quick else 3):
+            found[f"left_in_cache_{turn}"] = drop(folder)
+            reads.append(call(direct_reads, folder))
+            drop(folder)
+            cold.append(call(into_arena, folder, None, turn == 0))
+        others: dict[str, Any] = {}
+        for _ in range(2 if quick else 3):
+            found["in_cache"] = warm(folder)
+            cached.append(call(into_arena, folder, False, False))
+            files.append(call(load_file, folder))
+            for loader in (fastsafetensors, runai_streamer):
+                try:
+                    others.setdefault(loader.__name__, []).append(call(loader, folder))
+                except Failed as failed:  # not installed, or not for this machine: said so
+                    others[f"{loader.__name__} failed"] = str(failed)[-800:]
+        found["others"] = others
+        for name, results in others.items():
+            if isinstance(results, list):
+                rates = [result["bytes_per_s"] / 2**30 for result in results]
+                report.figure(f"page cache to GPU by {name}, unhashed", rates, "GiB/s")
+        found |= {"cold": cold, "warm": cached, "load_file": files, "direct_reads": reads}
+        rates = [result["bytes_per_s"] / 2**30 for result in cold]
+        report.figure("parallel O_DIRECT reads", [rate / 2**30 for rate in reads], "GiB/s")
+        report.figure("disk to arena, cold", rates, "GiB/s")
+        ratio = statistics.median(rates) / (statistics.median(reads) / 2**30)
+        report.figure("disk to arena over O_DIRECT reads", [ratio], "ratio", at_least=0.9)
+        rates = [result["bytes_per_s"] / 2**30 for result in cached]
+        plain = [result["bytes_per_s"] / 2**30 for result in files]
+        report.figure("page cache to arena, hashed", rates, "GiB/s")
+        report.figure("safetensors load_file to GPU", plain, "GiB/s")
+        ratio = statistics.median(rates) / statistics.median(plain)
+        report.figure("page cache to arena over load_file", [ratio], "ratio", at_least=1.5, aim=3)
+        return found
+    finally:
+        remove(folder.parent)
 
 
 def write_checkpoint(talk: Talk, folder: Path, gib: float, shards: int = 8) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run found, written after every part."""
+"""What a run found."""
 
 import json
 import statistics
@@ -12,7 +12,7 @@ from gpu_parts.machine import describe_machine
 
 
 class Report:
-    """Figures and what else was found, written after every part, so that a run cut short keeps what it had."""
+    """Figures and what else was found, written after each, so that a run cut short keeps what it had."""
 
     def __init__(self, path: Path | None, device: str) -> None:
         self._path = path
@@ -33,6 +33,7 @@ class Report:
         print(
             f"{work:<72} n={row['n']:<3} median {row['median']:10.4g} max {row['max']:10.4g} {unit}{bound}", flush=True
         )
+        self.write()
 
     def part(self, name: str, run: Callable[[], Any], limit_s: float) -> None:
         """Run a part, unless time is up; a failure ends the part alone."""

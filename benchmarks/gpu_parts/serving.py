@@ -4,11 +4,13 @@ import copy
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from gpu_parts.processes import Talk, cuda_context
+from gpu_parts.processes import Talk, call, cuda_context
+from gpu_parts.report import Report
 from weightcache.block_scale import scale_shape
 
 BLOCK: Final = (128, 128)
@@ -38,6 +41,61 @@ TINY: Final = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+
+
+def measure(report: Report, where: torch.device) -> dict[str, Any]:
+    """The reference engine, bf16 and FP8: from disk, published, killed and mapped; the same answers each time."""
+    folder = Path(tempfile.mkdtemp(prefix="readmit-serving-"))
+    kinds = {"bf16": False, "block-wise FP8": True}
+    found: dict[str, Any] = {}
+    try:
+        for kind, fp8 in kinds.items():
+            found[kind] = call(make_checkpoint, folder / kind, 6 if where.type == "cuda" else 2, fp8, where)
+        # Those of a wave start together, so their starts are slower than one alone would be.
+        for wave in (("off", "miss"), ("hit",)):
+            engines = {
+                (kind, name): Engine(
+                    folder / kind,
+                    "off" if name == "off" else "client",
+                    where,
+                    folder / f"{kind}-{name}.sqlite3",
+                )
+                for kind in kinds
+                for name in wave
+            }
+            try:
+                for (kind, name), engine_ in engines.items():
+                    found[kind][name] = engine_.answer()
+            finally:
+                for engine_ in engines.values():
+                    engine_.kill()
+        for kind in kinds:
+            _told(report, kind, found[kind])
+        if where.type == "cuda":
+            speeds = call(decode_speeds, [folder / kind for kind in kinds], where)
+            for kind, speed in zip(kinds, speeds, strict=True):
+                found[kind]["speed"] = speed
+                work = f"captured decoding step on mapped over ordinary memory, {kind}"
+                report.figure(work, [speed["ratio"]], "ratio", must=1.01)
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _told(report: Report, kind: str, answers: dict[str, Any]) -> None:
+    """Report what three engines took, and check that they said the same."""
+    starts = {name: answers[name] for name in ("off", "miss", "hit")}
+    for name, told in starts.items():
+        report.figure(f"engine, {kind}, {name}: start to first answer", [told["first_answer_s"]], "s")
+        report.figure(f"  a token, HTTP included: {kind}, {name}", [told["s_a_token"]], "s")
+        for phase in ("load_weights", "kernel_warmup", "cache_alloc", "graph_capture"):
+            if phase in told["phases"]:
+                report.figure(f"    {phase}: {kind}, {name}", [told["phases"][phase]], "s")
+    results = [told["lookup"]["result"] for told in starts.values()]
+    said = {json.dumps([told["tokens"], told["logprobs"]]) for told in starts.values()}
+    varied = len(set(starts["hit"]["tokens"]))
+    if results != ["off", "miss", "hit"] or len(said) != 1 or varied < 4:
+        raise AssertionError(f"{results}, {len(said)} different answers, {varied} different tokens: {starts}")
 
 
 def make_checkpoint(talk: Talk, folder: Path, layers: int, fp8: bool, where: torch.device) -> dict[str, Any]:
@@ -185,7 +243,7 @@ def decode_speeds(talk: Talk, folders: list[Path], where: torch.device) -> list[
     return [_decode_speed(folder, where) for folder in folders]
 
 
-def _decode_speed(folder: Path, where: torch.device, rounds: int = 15, steps: int = 60) -> dict[str, Any]:
+def _decode_speed(folder: Path, where: torch.device, rounds: int = 9, steps: int = 30) -> dict[str, Any]:
     from readmit.decoding import StaticDecoder
     from weightcache.integrations.transformers import from_pretrained
 

@@ -11,7 +11,6 @@ bytes stay. It does not guard against a process that takes the descriptor and ma
 import fcntl
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,6 +19,8 @@ import torch
 
 from weightcache.arena import align, cuda_digest
 from weightcache.arena.cuda_driver import Driver, DriverError, nvidia
+from weightcache.arena.cuda_range import Range, chunk_sizes, miss_of
+from weightcache.arena.cuda_views import STORAGE_ALIGNMENT, contiguous, maker, storage_of
 from weightcache.errors import CacheMiss, ImportRejected, ResourceError
 from weightcache.manifest import ITEM_SIZES, Manifest
 
@@ -30,20 +31,6 @@ CHUNK_BYTES: Final = 2 << 30
 FIRST_CHUNKS: Final = 2
 """How many chunks are mapped before the GPU begins to verify them."""
 
-STORAGE_BYTES: Final = 32 << 20
-"""What tensors share a storage at most; a larger tensor has one of its own. Saving a module writes no more than this
-that is not its own, and 30,000 tensors need a tenth as many storages."""
-
-_STORAGE_ALIGNMENT: Final = 16
-_GONE: Final = frozenset({"CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA_ERROR_SYSTEM_NOT_READY"})
-_BROKEN: Final = frozenset(
-    {
-        "CUDA_ERROR_ECC_UNCORRECTABLE",
-        "CUDA_ERROR_HARDWARE_STACK_ERROR",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "CUDA_ERROR_UNKNOWN",
-    }
-)
 _NO_HANDLE: Final = frozenset(
     {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_RESOURCE_TYPE"}
 )
@@ -151,12 +138,12 @@ class CudaVmmWriter:
         try:
             self._driver = driver or nvidia()
             self._chunk_bytes, self._page = chunk_bytes, self._driver.granularity(device)
-            self._sizes = _chunk_sizes(size, chunk_bytes, self._page)
+            self._sizes = chunk_sizes(size, chunk_bytes, self._page)
             self.size = sum(self._sizes)
             self.device: str | None = self._driver.uuid(device)
-            self._range = _Range(self._driver, align(self.size + spare, self._page), device)
+            self._range = Range(self._driver, align(self.size + spare, self._page), device)
         except DriverError as error:
-            raise _miss(error, "a GPU arena cannot be made") from error
+            raise miss_of(error, "a GPU arena cannot be made") from error
         self._descriptors: list[int] = []
         self._bytes: torch.Tensor | None = None
 
@@ -177,7 +164,7 @@ class CudaVmmWriter:
         if self._bytes is None or like.device != self._bytes.device or not like.numel():
             return None
         empty = torch.empty(0, dtype=like.dtype, device=self._bytes.device)
-        low = offset // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT
+        low = offset // STORAGE_ALIGNMENT * STORAGE_ALIGNMENT
         span = _span(tuple(like.shape), like.stride()) * like.element_size()
         storage = self._bytes.untyped_storage()[low : offset + span]
         return empty.set_(storage, (offset - low) // like.element_size(), like.shape, like.stride())
@@ -209,7 +196,7 @@ class CudaVmmWriter:
             )
         made = list(self._range.sizes)
         if size > self.size:
-            self._sizes = [*made, *_chunk_sizes(size - sum(made), self._chunk_bytes, self._page)]
+            self._sizes = [*made, *chunk_sizes(size - sum(made), self._chunk_bytes, self._page)]
             self.size = sum(self._sizes)
 
     def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> bytes:
@@ -224,7 +211,7 @@ class CudaVmmWriter:
             self._driver.synchronize()
             self._range.protect()
         except DriverError as error:
-            raise _miss(error, "a filled arena cannot be protected") from error
+            raise miss_of(error, "a filled arena cannot be protected") from error
         descriptors, self._descriptors = self._descriptors, []
         return descriptors
 
@@ -251,7 +238,9 @@ class CudaVmmWriter:
                     self._driver.release(handle)
             except DriverError as error:
                 number = len(self._range.sizes)
-                raise _miss(error, f"chunk {number} of {len(self._sizes)} of an arena cannot be made", size) from error
+                raise miss_of(
+                    error, f"chunk {number} of {len(self._sizes)} of an arena cannot be made", size
+                ) from error
             if self._bytes is None:
                 self._bytes = self._range.tensor()
 
@@ -290,9 +279,9 @@ class CudaVmmMapping:
                     found=manifest.device,
                     remedy="Run the engine on that GPU (CUDA_VISIBLE_DEVICES takes UUIDs), or load on this one",
                 )
-            self._range = _Range(self._driver, manifest.size, device)
+            self._range = Range(self._driver, manifest.size, device)
         except DriverError as error:
-            raise _miss(error, "the arena cannot be mapped") from error
+            raise miss_of(error, "the arena cannot be mapped") from error
         self._row_sizes: list[int] | None = None
         self._rows = rows
         self._sums: cuda_digest.Sums | None = None
@@ -308,13 +297,13 @@ class CudaVmmMapping:
                         self._digest_ahead(manifest, rows, first=index + 1 == steps[0])
         except DriverError as error:
             self._range.close()
-            raise _miss(error, "the arena cannot be mapped") from error
+            raise miss_of(error, "the arena cannot be mapped") from error
         except CacheMiss:
             self._range.close()  # at once: the error's traceback keeps this object alive for as long as somebody has it
             raise
 
     def views(self, manifest: Manifest) -> list[torch.Tensor]:
-        whole, make = self._bytes.untyped_storage(), _maker(self._bytes.device)
+        whole, make = self._bytes.untyped_storage(), maker(self._bytes.device)
         dtypes = [getattr(torch, name) for name in manifest.dtypes]
         items = [dtype.itemsize for dtype in dtypes]
         strides: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -328,9 +317,9 @@ class CudaVmmMapping:
             for code, shape, stride, offset, size in rows:
                 end = offset + size
                 if offset < low or end > high:
-                    low, high = _storage(offset, end, self._range.size)
+                    low, high = storage_of(offset, end, self._range.size)
                     storage, typed = whole[low:high], {}
-                steps = stride or strides.get(shape) or strides.setdefault(shape, _contiguous(shape))
+                steps = stride or strides.get(shape) or strides.setdefault(shape, contiguous(shape))
                 start, of_dtype = (offset - low) // items[code], typed.get(code)
                 if of_dtype is None:
                     typed[code] = made = make(storage, dtypes[code], shape, steps, start)
@@ -385,7 +374,7 @@ class CudaVmmMapping:
             # What the H200's driver says of a descriptor of something else, and of an allocation of another size.
             foreign = error.reason == ("CUDA_ERROR_NOT_SUPPORTED" if imported else "CUDA_ERROR_UNKNOWN")
             if not foreign and error.reason not in _NO_HANDLE:
-                raise _miss(error, f"chunk {index} cannot be mapped", size) from error
+                raise miss_of(error, f"chunk {index} cannot be mapped", size) from error
             raise ImportRejected(
                 "manifest_invalid",
                 f"descriptor {index} is not the GPU memory that the manifest describes: {error.message}",
@@ -393,60 +382,6 @@ class CudaVmmMapping:
                 found=os.readlink(f"/proc/self/fd/{descriptor}"),
                 remedy="Release the generation and load the model again",
             ) from error
-
-
-class _Range:
-    """Addresses and the chunks mapped there, from the first byte on. Tensors made here keep it alive."""
-
-    def __init__(self, driver: Driver, size: int, device: int) -> None:
-        self.device = device
-        self.size = size
-        self.sizes: list[int] = []
-        self._driver = driver
-        self._protected = 0
-        self._address = 0
-        self._address = driver.reserve(size)
-
-    @property
-    def mapped(self) -> int:
-        return sum(self.sizes)
-
-    def add(self, handle: int, size: int, *, writable: bool) -> None:
-        start = self._address + self.mapped
-        self._driver.map(start, size, handle)
-        self.sizes.append(size)
-        if writable:
-            self._driver.set_access(start, size, self.device, writable=True)
-
-    def protect(self) -> None:
-        """Give what was mapped since the last time to this process's kernels to read, and to none to write."""
-        start, mapped = self._protected, self.mapped
-        self._driver.set_access(self._address + start, mapped - start, self.device, writable=False)
-        self._protected = mapped
-
-    def tensor(self) -> torch.Tensor:
-        return self._driver.tensor(self._address, self.size, self.device, self)
-
-    def close(self) -> None:
-        """Unmap everything; no tensor made here may be in use any more."""
-        start, sizes, self.sizes = self._address, self.sizes, []
-        self._address = 0
-        if not start:
-            return
-        try:
-            if sizes:
-                self._driver.synchronize()
-            at = start
-            for size in sizes:
-                self._driver.unmap(at, size)
-                at += size
-            self._driver.unreserve(start, self.size)
-        except DriverError as error:  # after a fault the context takes no more calls; it goes with the process
-            _log.warning("%d bytes stay mapped until this process ends: %s", self.size, error)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # the end of the process takes everything along
-            self.close()
 
 
 def _steps(chunks: int) -> list[int]:
@@ -462,11 +397,6 @@ def _steps(chunks: int) -> list[int]:
     return [*steps, chunks]
 
 
-def _chunk_sizes(size: int, chunk_bytes: int, page: int) -> list[int]:
-    whole, rest = divmod(-(-max(size, 1) // page) * page, chunk_bytes)
-    return [chunk_bytes] * whole + ([rest] if rest else [])
-
-
 def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
     """Elements from the first to the last of a strided tensor, 0 for an empty one."""
     if stride is None:
@@ -477,53 +407,3 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-
-
-_Maker = Callable[[torch.UntypedStorage, torch.dtype, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
-
-
-def _maker(device: torch.device) -> _Maker:
-    """What makes a tensor of a storage, a dtype, a shape, strides and an offset in elements."""
-    # What torch's own CUDA graph trees use. It is private, and does in 2.6 us what takes the public way 6.6.
-    construct = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
-    if construct is None or device.type != "cuda":
-        return lambda storage, dtype, shape, stride, offset: torch.empty(0, dtype=dtype, device=device).set_(
-            storage, offset, shape, stride
-        )
-    return lambda storage, dtype, shape, stride, offset: construct(
-        {"dtype": dtype, "size": shape, "stride": stride, "storage_offset": offset}, storage
-    )
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch counts them."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
-def _storage(offset: int, end: int, whole: int) -> tuple[int, int]:
-    """First byte and end of the storage for a row and those after it.
-
-    One for all would make `torch.save` of a single module write the whole arena; one a tensor would make binding slow.
-    """
-    low = offset // STORAGE_BYTES * STORAGE_BYTES
-    if end <= low + STORAGE_BYTES:
-        return low, min(low + STORAGE_BYTES, whole)
-    return offset // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT, end
-
-
-def _miss(error: DriverError, what: str, needed: int | None = None) -> CacheMiss:
-    """The driver's refusal as a miss."""
-    message = f"{what}: {error.message}"
-    if error.reason == "CUDA_ERROR_OUT_OF_MEMORY":
-        return ResourceError(
-            message, remedy="Release what is resident and unused (readmit cache release)", needed=needed
-        )
-    if error.reason in _GONE:
-        return CacheMiss("residency_lost", message, detail="gpu_lost", found=error.reason)
-    if error.reason in _BROKEN:
-        return CacheMiss("residency_lost", message, detail="driver_fault", found=error.reason)
-    return CacheMiss("ipc_unavailable", message, found=error.reason)

@@ -14,7 +14,7 @@ import torch
 from tests.weightcache.gpu import scenarios
 from tests.weightcache.gpu.drivers import HostDriver, ReplayDriver
 
-from weightcache.arena import cuda_vmm
+from weightcache.arena import cuda_views
 from weightcache.arena.cuda_driver import DriverError
 from weightcache.arena.cuda_vmm import CudaVmmMapping, CudaVmmWriter, require_export
 from weightcache.errors import CacheMiss, ImportRejected
@@ -139,7 +139,7 @@ def test_small_tensors_share_storages_and_large_ones_have_their_own(
     resident: tuple[HostDriver, Manifest, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, manifest, descriptors = resident
-    monkeypatch.setattr(cuda_vmm, "STORAGE_BYTES", 4096)
+    monkeypatch.setattr(cuda_views, "STORAGE_BYTES", 4096)
     views = CudaVmmMapping(descriptors, manifest, 0, driver).views(manifest)
     sizes = {name: view.untyped_storage().nbytes() for name, view in zip(manifest.names, views, strict=True)}
     assert sizes["embed.weight"] == 3 << 20
