@@ -5,8 +5,10 @@ was. Parameters become read-only views of the arena; buffers become private copi
 """
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +37,10 @@ class Place(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """A tensor that hangs elsewhere: a plain attribute of a module, or in a container or helper object below one."""
+    """A tensor that hangs elsewhere: a plain attribute of a module, or in a container or helper object below one.
+
+    ``holder[key]`` is where it hangs, as far as that can be changed; a set and a tuple cannot.
+    """
 
     name: str
     holder: Any
@@ -58,6 +63,7 @@ def walk(model: nn.Module) -> Walk:
     modules: list[nn.Module] = []
     followed: set[int] = set()
     seen: set[int] = set()
+    loose: list[tuple[str, nn.Module]] = []
     stack: list[tuple[str, nn.Module]] = [("", model)]
     new = tuple.__new__  # a third of what Place(...) takes, 30,000 times
     while stack:
@@ -75,16 +81,31 @@ def walk(model: nn.Module) -> Walk:
             if tensor is not None:
                 places.append(new(Place, (prefix + key, module, buffers, key, tensor, False)))
         if len(own) > len(_MODULE_FIELDS):  # most modules carry nothing of their own, and there may be 30,000
-            _follow(prefix, own, strays, followed)
+            _follow(prefix, own, strays, loose, followed)
         if children := own["_modules"]:
             for key, child in reversed(children.items()):
                 if child is not None:
                     stack.append((f"{prefix}{key}.", child))
+    while loose:
+        prefix, module = loose.pop()
+        if id(module) not in seen:  # nobody's child: no state_dict has what it holds
+            seen.add(id(module))
+            own = module.__dict__
+            for holder in (own["_parameters"], own["_buffers"]):
+                strays += [Stray(f"{prefix}.{key}", holder, key, it) for key, it in holder.items() if it is not None]
+            loose += [(f"{prefix}.{key}", child) for key, child in own["_modules"].items() if child is not None]
+            _follow(f"{prefix}.", own, strays, loose, followed)
     return Walk(places, strays, modules)
 
 
-def _follow(prefix: str, own: dict[str, Any], strays: list[Stray], followed: set[int]) -> None:
-    """Add the strays below a module's attributes, through containers and plain objects."""
+def _follow(
+    prefix: str,
+    own: dict[str, Any],
+    strays: list[Stray],
+    loose: list[tuple[str, nn.Module]],
+    followed: set[int],
+) -> None:
+    """Add the strays below a module's attributes, through containers and plain objects, and the modules met there."""
     stack: list[tuple[str, Any, Any, Any]] = [
         (prefix + key, own, key, value) for key, value in own.items() if key not in _MODULE_FIELDS
     ]
@@ -92,6 +113,8 @@ def _follow(prefix: str, own: dict[str, Any], strays: list[Stray], followed: set
         name, holder, key, value = stack.pop()
         if isinstance(value, torch.Tensor):
             strays.append(Stray(name, holder, key, value))
+        elif isinstance(value, nn.Module):
+            loose.append((name, value))
         elif not isinstance(value, _LEAVES) and id(value) not in followed:
             followed.add(id(value))
             stack.extend((f"{name}.{inner}", container, inner, item) for container, inner, item in _items(value))
@@ -147,8 +170,9 @@ class Binding:
             planned = {id(place.tensor) for place, _ in self._parameters + self._buffers}
             for stray in self._strays:
                 if id(stray.tensor) in planned:
-                    if isinstance(stray.holder, tuple):
-                        homeless.append(f"{stray.name} is in a tuple, which cannot be changed")
+                    if not isinstance(stray.holder, _CHANGEABLE):
+                        what = type(stray.holder).__name__
+                        homeless.append(f"{stray.name} is in a {what}, which cannot be changed")
                 elif stray.tensor.is_meta:
                     homeless.append(stray.name)
         if homeless:
@@ -209,8 +233,18 @@ class Binding:
         return len(self._buffers)
 
 
+class _Slots:
+    """An object's slots, to be set as a container's items are."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __setitem__(self, key: str, value: object) -> None:
+        setattr(self._owner, key, value)
+
+
+_CHANGEABLE: Final = (dict, list, deque, _Slots)
 _LEAVES: Final = (
-    nn.Module,
     str,
     bytes,
     int,
@@ -225,18 +259,26 @@ _LEAVES: Final = (
     FunctionType,
     BuiltinFunctionType,
 )
-"""What holds no tensors, or (a module) is walked on its own."""
+"""What holds no tensors."""
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What a container or an object holds: where it hangs, under which key, and it itself."""
     if isinstance(value, dict):
         yield from ((value, key, item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque | set | frozenset):
         yield from ((value, index, item) for index, item in enumerate(value))
+    elif isinstance(value, partial):
+        yield from ((value.args, "args", value.args), (value.args, "keywords", value.keywords))
     else:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             yield from ((own, key, item) for key, item in own.items())
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for key in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, key):
+                    yield _Slots(value), key, getattr(value, key)
 
 
 def require_no_meta(model: nn.Module) -> None:

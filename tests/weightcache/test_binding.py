@@ -2,8 +2,9 @@
 
 import re
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,6 +145,13 @@ class _Helper:
         self.table = [tensor]
 
 
+class _Slotted:
+    __slots__ = ("later", "table")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.table = tensor
+
+
 def _strays() -> dict[str, Callable[[nn.Module], None]]:
     """Ways in which a model can hold a tensor that no cache restores, by the name it is found under."""
 
@@ -157,6 +165,11 @@ def _strays() -> dict[str, Callable[[nn.Module], None]]:
         "pair.1": lambda model: setattr(model, "pair", (1, stray())),
         "helper.table.0": lambda model: setattr(model, "helper", _Helper(stray())),
         "space.a.b": lambda model: setattr(model, "space", types.SimpleNamespace(a=OrderedDict(b=stray()))),
+        "slotted.table": lambda model: setattr(model, "slotted", _Slotted(stray())),
+        "ring.0": lambda model: setattr(model, "ring", deque([stray()])),
+        "kinds.0": lambda model: setattr(model, "kinds", {stray()}),
+        "later.keywords.bias": lambda model: setattr(model, "later", partial(torch.add, bias=stray())),
+        "helpers.0.0.weight": lambda model: setattr(model, "helpers", [nn.Sequential(nn.Linear(2, 2, bias=False))]),
         "late": lambda model: model.register_buffer("late", stray(), persistent=False),
     }
 
@@ -189,6 +202,27 @@ def test_a_parameter_in_a_tuple_cannot_follow_and_is_refused() -> None:
     refused = refusal(model, loaded())
     assert refused.reason == "state_unrestorable"
     assert "pair.0" in str(refused)
+
+
+@pytest.mark.parametrize("hold", [lambda it: (it, 1), lambda it: {it}], ids=["tuple", "set"])
+def test_a_parameter_in_what_cannot_be_changed_is_refused(hold: Callable[[torch.Tensor], Any]) -> None:
+    model = skeleton()
+    model.held = hold(model.embed.weight)
+    assert "cannot be changed" in str(refusal(model, loaded()))
+
+
+def test_a_parameter_in_slots_or_a_ring_follows() -> None:
+    model = skeleton()
+    model.slotted, model.ring = _Slotted(model.embed.weight), deque([model.embed.weight])  # type: ignore[assignment]
+    bind(model, loaded())
+    assert model.slotted.table is model.ring[0] is model.embed.weight  # type: ignore[comparison-overlap]
+
+
+def test_a_module_that_is_nobodys_child_is_walked_and_one_that_is_is_walked_once() -> None:
+    model = skeleton()
+    model.helpers = [nn.Linear(2, 2), model.layers[0]]  # type: ignore[assignment]
+    bind(model, loaded())
+    assert [stray.name for stray in walk(model).strays] == ["by_name.embedding", "helpers.0.weight", "helpers.0.bias"]
 
 
 def test_cycles_and_shared_modules_are_walked_once() -> None:
