@@ -206,19 +206,24 @@ def _number(value: float) -> str:
 
 
 def write(folder: Path, days: int) -> list[Past]:
-    """Write each node's history to ``NODE.om``, and one journal of all to ``journal.sqlite3``."""
+    """Write each node's history to ``NODE.om`` and its journal to ``NODE.sqlite3``, and all journals as one as well."""
     pasts = [Past(node, days) for node in NODES]
     examined = [past.examined for past in pasts]
     for past in pasts:
         with (folder / f"{past.node}.om").open("w") as file:
             file.writelines(exposition(past, examined))
-    journal = connect(folder / "journal.sqlite3")
+        _write_journal(folder / f"{past.node}.sqlite3", [past])
+    _write_journal(folder / "journal.sqlite3", pasts)
+    return pasts
+
+
+def _write_journal(path: Path, pasts: Iterable[Past]) -> None:
+    journal = connect(path)
     journal.execute("BEGIN")
     for past in pasts:
         journal.executemany(INSERT, ([*event[1:-1], json.dumps(event.attributes)] for event in past.events))
     journal.execute("COMMIT")
     journal.close()
-    return pasts
 
 
 def make_blocks(text: Path, into: Path) -> None:

@@ -125,7 +125,7 @@ class Live:
             answer = answers.EVER.get(str(query))
             expr = expressions.plain(query.expr, job="readmit")
             if answer and "[" not in expr and not any(":" in name for name in expressions.names(expr)):
-                self._compare(verdict, Question(f"live {query}", expr, answer, False, 0.05), self.daemon_s)
+                self._compare(verdict, Question(f"{query} @ live", expr, answer, False, 0.05), self.daemon_s)
         self._exemplars(verdict)
         self._rules(verdict)
 
@@ -156,7 +156,7 @@ class Live:
         every = self.facts.by("path trace_id", checked.format("", ""))
         expected = {key: seconds for key, seconds in every.items() if key in latest or key in found}
         verdict.compare(
-            Question("live exemplars", query, lambda facts: expected, False), self.daemon_s, found, expected
+            Question("exemplars @ live", query, lambda facts: expected, False), self.daemon_s, found, expected
         )
 
     def _rules(self, verdict: Verdict) -> None:
@@ -165,7 +165,7 @@ class Live:
         found = Counter(rule["health"] for group in groups for rule in group["rules"])
         count = len(expressions.RULES) + len(expressions.ALERTS)
         loaded = {label(health="loaded"): float(sum(found.values())), label(health="err"): float(found["err"])}
-        question = Question("live rules", "/api/v1/rules", lambda facts: {}, False)
+        question = Question("rules @ live", "/api/v1/rules", lambda facts: {}, False)
         verdict.compare(question, self.daemon_s, loaded, {label(health="loaded"): count, label(health="err"): 0})
 
     def moved(self) -> set[str]:

@@ -35,14 +35,16 @@ LOOKBACK: Final = "--query.lookback-delta=59s"
 """A backfilled series that ends has no mark of staleness; every moment asked for has samples of its own instead."""
 
 
+PANELS: Final = {str(query): query for query in expressions.queries() if query.dashboard != "readmit-gate"}
+"""Queries of panels by name. What clients ask of a gate is in no journal: `live` has its dashboard."""
+
+
 def questions() -> Iterator[Question]:
     """Of every panel, rule and alert."""
-    for query in expressions.queries():
-        if query.dashboard == "readmit-gate":
-            continue  # what clients ask of a gate is in no journal: `live` has it
-        name, expr = str(query), expressions.plain(query.expr)
+    for name, query in PANELS.items():
         always = name in answers.EVER
-        yield Question.of(name, expr, answers.EVER[name] if always else answers.MONTHLY[name], always)
+        answer = answers.EVER[name] if always else answers.MONTHLY[name]
+        yield Question.of(name, expressions.plain(query.expr), answer, always)
     for rule in expressions.RULES:
         clock = rule.get("labels", {}).get("clock")
         name = f"{rule['record']} {clock}" if clock else rule["record"]
@@ -65,12 +67,15 @@ class Proof:
         self.folder, self.days = folder, days
         self.pasts = history.write(folder, days)
         self.began_s = history.END_S - days * history.DAY_S
-        self.facts = Facts(folder / "journal.sqlite3", history.OBJECTIVES, self.began_s)
+        self.facts = self._facts("journal")
         self.periods = [(history.END_S, history.END_S)]
         for past in self.pasts:
             begin, end = (at // history.SECOND // STEP_S * STEP_S for at in past.examined)
             self.periods.append((begin - STEP_S, end + 600))
         self._expected: dict[tuple[str, int], Found] = {}
+
+    def _facts(self, name: str) -> Facts:
+        return Facts(self.folder / f"{name}.sqlite3", history.OBJECTIVES, self.began_s)
 
     def ask(self, mistake: str | None = None) -> Verdict:
         """Put everything into a Prometheus of its own and ask it all; with a mistake in the collector, if any."""
@@ -91,6 +96,7 @@ class Proof:
             for question in self._surroundings():
                 self._ask(server, question, verdict)
             self._variables(server, verdict)
+            self._one_node(server, verdict)
         return verdict
 
     def _ask(self, server: Prometheus, question: Question, verdict: Verdict) -> None:
@@ -125,6 +131,17 @@ class Proof:
             members = [dict.fromkeys(((("value", it),) for it in each), 1.0) for each in (found, expected)]
             verdict.compare(question, history.END_S, *members)
 
+    def _one_node(self, server: Prometheus, verdict: Verdict) -> None:
+        """What panels show to whoever has chosen one node; what is recorded has no instances any more."""
+        for past in self.pasts:
+            facts = self._facts(past.node).at(history.END_S)
+            for name, query in PANELS.items():
+                expr = expressions.plain(query.expr, instance=past.node)
+                question = Question.of(f"{name} @ {past.node}", expr, answers.EVER.get(name) or answers.MONTHLY[name])
+                if question.lag_s == 0:
+                    found = by_moment(server.range(expr, history.END_S, history.END_S, STEP_S)).get(history.END_S, {})
+                    verdict.compare(question, history.END_S, found, question.answer(facts))
+
     def _text(self, past: history.Past, mistake: str | None, folder: Path) -> Path:
         right = self.folder / f"{past.node}.om"
         if mistake is None:
@@ -155,7 +172,7 @@ def summary(proof: Proof, run: Live, verdict: Verdict) -> dict[str, int]:
     moved = movement.moved().union(movement.CONSTANT, run.moved(), *(past.moved for past in proof.pasts))
     return {
         "panels": sum(len(board["panels"]) for board in boards),
-        "queries": len([name for name in verdict.questions if not name.startswith("live ")]),
+        "queries": len([name for name in verdict.questions if " @ " not in name]),
         "empty_queries": len(verdict.empty.keys() | panels - verdict.answered),
         "wrong_values": len(verdict.wrong),
         "alerts": len(test_rules.NAMES),
