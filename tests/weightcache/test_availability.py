@@ -161,3 +161,41 @@ def test_no_slot_is_ready_after_a_reboot_until_its_engine_is():
         availability.feed(event, replay, replay.feed(event._replace(id=replay.position + 1)))
     slot = availability.slots["a"]
     assert (slot.unready_s(at(900)), slot.observed_s(at(900))) == (10 + 417, 100 + 900 - 103)
+
+
+class TestLateNews:
+    """Spools are merged late: what they tell of was over before what is known already."""
+
+    def ready(self, *late):
+        """A slot that is ready in its second boot, and then some events more, in this order."""
+        first = Story(episode="1" * 32).open(0).close(10)
+        second = Story(episode="2" * 32, boot="boot-2", boot_wall=BOOT_WALL + 500 * SECOND)
+        second.say(1, "process", "started", process="keeper")
+        second.say(2, "episode_open", "node_reboot", cause="node_reboot", fault_wall_ns=at(10)).close(20)
+        replay, availability = Replay(), Availability()
+        events = [*first.events, *second.events, *(event for story in late for event in story.events)]
+        for id_, event in enumerate(events, 1):
+            availability.feed(event, replay, replay.feed(event._replace(id=id_)))
+        return replay, availability
+
+    def test_of_an_earlier_boot_stops_nothing(self):
+        replay, availability = self.ready(exited(Story(episode="1" * 32), 90).say(95, "probe", "correct"))
+        assert availability.slots["a"].state == "ready"
+        assert replay.boot == "boot-2"
+
+    def test_of_a_boot_that_nobody_had_heard_of_stops_nothing(self):
+        between = Story(episode=None, boot="boot-1b", boot_wall=BOOT_WALL + 200 * SECOND).say(3, "probe", "wrong")
+        replay, availability = self.ready(between)
+        assert availability.slots["a"].state == "ready"
+        assert replay.boot == "boot-2"
+
+    def test_of_an_engine_before_the_one_that_serves_stops_nothing(self):
+        earlier = Story(episode="2" * 32, boot="boot-2", boot_wall=BOOT_WALL + 500 * SECOND)
+        _, availability = self.ready(exited(earlier, 15))
+        assert availability.slots["a"].state == "ready"
+
+    def test_a_boot_whose_clock_is_behind_is_told_by_what_starts_in_it(self):
+        third = Story(episode=None, boot="boot-3", boot_wall=BOOT_WALL - 10_000 * SECOND)
+        replay, availability = self.ready(third.say(1, "process", "started", process="daemon"))
+        assert availability.slots["a"].state == "stopped"
+        assert replay.boot == "boot-3"

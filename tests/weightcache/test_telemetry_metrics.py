@@ -337,6 +337,14 @@ class TestRent:
         books = Books().tell(story, after.say(1, "process", "started", process="daemon"), now=1000)
         assert books("weightcache_resident_byte_seconds_total", use="idle") == 20_000
 
+    def test_late_news_of_an_earlier_boot_neither_ends_it_nor_begins_it(self):
+        after = Story(episode=None, slot=None, boot="boot-2", boot_wall=BOOT_WALL + 500 * SECOND)
+        after.say(1, "process", "started", process="daemon")
+        after.say(2, "publish", "published", generation="g2", bytes=1000, config=config())
+        late = Story(episode=None, slot=None).say(30, "publish", "published", generation="g3", bytes=7, config=config())
+        books = Books().tell(self.weights(), after, late, now=602)
+        assert books("weightcache_resident_byte_seconds_total", use="idle") == 100_000
+
 
 class TestOpenRecovery:
     def test_deadline_moves_when_a_hit_turns_into_a_miss(self):
