@@ -259,6 +259,21 @@ class TestTrouble:
         assert value(telemetry, "readmit_journal_degraded") == 1
         assert value(telemetry, "weightcache_resident_bytes") == 0
 
+    def test_a_journal_that_cannot_be_read_leaves_what_is_known_without_it(self, tmp_path, caplog):
+        (tmp_path / "journal.sqlite3").mkdir()
+        telemetry = Telemetry(Journal(tmp_path / "journal.sqlite3"), residents(resident_bytes=7), environ={})
+        telemetry.step()
+        assert value(telemetry, "readmit_journal_degraded") == 1
+        assert value(telemetry, "weightcache_resident_bytes") == 7
+        assert value(telemetry, "readmit_slo_threshold_seconds", path="hit") == 60
+        assert value(telemetry, "readmit_recoveries_started_total", cause="crash") is None, "0 would be a lie"
+        assert "READMIT_JOURNAL" in caplog.text
+        (tmp_path / "journal.sqlite3").rmdir()
+        telemetry.step()
+        assert value(telemetry, "readmit_recoveries_started_total", cause="crash") == 0
+        assert value(telemetry, "readmit_journal_degraded") == 0
+        telemetry.close()
+
     def test_an_address_that_is_taken_is_said(self, journal, telemetry):
         with pytest.raises(ConfigError, match="cannot be served") as caught:
             Telemetry(journal, residents(), f"127.0.0.1:{telemetry.port}").start()

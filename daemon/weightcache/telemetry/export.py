@@ -124,8 +124,15 @@ class Telemetry:
         with self._stepping:
             complaint = self._try_to_advance()
         if complaint and complaint != self._complaint:
-            log.warning("the journal %s cannot be read or kept: %s", self._journal.path, complaint)
+            log.warning(
+                "the journal %s cannot be read: %s. Weights are served, events wait in its spool, and /metrics tells what "
+                "was known before. Make room there and the folder writable for this user, or name another journal in "
+                "READMIT_JOURNAL",
+                self._journal.path,
+                complaint,
+            )
         self._complaint = complaint
+        self._collector.unreadable = bool(complaint)
         if time.monotonic() >= self._alive_at:
             self._alive_at = time.monotonic() + _ALIVE_EVERY_S
             self._writer.append("clock", "alive")
@@ -163,10 +170,7 @@ class Telemetry:
                     raise
                 self._salvage(error)
                 self._advance()
-        except ConfigError as error:
-            self._collector.caught_up.set()  # nothing to wait for: only another release can read this journal
-            return str(error)
-        except (sqlite3.Error, OSError) as error:
+        except (ConfigError, sqlite3.Error, OSError) as error:
             return str(error)
         return ""
 

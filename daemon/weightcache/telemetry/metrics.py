@@ -80,6 +80,7 @@ class Collector:
         shown: what scrapes have shown before.
 
     ``lock`` guards replay and accounts; until ``caught_up`` is set they do not tell the whole past, and a scrape waits.
+    With ``unreadable`` it gets what is known without them, and no counter: 0 would be a lie.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Collector:
         self._objectives = objectives
         self._forecast = forecast
         self._shown = shown or Shown()
+        self.unreadable = False
 
     def show(self, replay: Replay, accounts: Accounts) -> None:
         """Show other books from now on."""
@@ -113,13 +115,16 @@ class Collector:
         Raises:
             TimeoutError: the journal's past is still being replayed; half of it would look like a counter that reset.
         """
+        if not self.caught_up.is_set() and self.unreadable:
+            return [it for it in (*self._cache(), *self._promises(), *self._telemetry()) if it.type == "gauge"]
         if not self.caught_up.wait(_PATIENCE_S):
             raise TimeoutError("the journal is still being replayed; scrape again")
         with self.lock:
             now = self._replay.clock.now()
             families = [
                 *self._accounts.collect(),
-                *self._cache(now),
+                *self._cache(),
+                *self._rent(now),
                 *self._recoveries(now),
                 *self._slots(now),
                 *self._promises(),
@@ -128,7 +133,7 @@ class Collector:
             self._shown.save(self._replay.position)
             return families
 
-    def _cache(self, now: int) -> Iterator[Metric]:
+    def _cache(self) -> Iterator[Metric]:
         residents = self._residents
         yield _gauge("weightcache_resident_bytes", "Bytes of resident weights.", residents.resident_bytes)
         capacity = math.inf if residents.capacity is None else residents.capacity
@@ -143,6 +148,17 @@ class Collector:
         generations.add_metric(["active"], len(there) - quarantined)
         generations.add_metric(["quarantined"], quarantined)
         yield generations
+        yield self._refusals()
+        next_start = GaugeMetricFamily(
+            "weightcache_next_start_would_hit",
+            "1 if the slot's engine, started now, would map resident weights; if 0, reason says why not.",
+            labels=["slot", "reason"],
+        )
+        for slot, verdict in (self._forecast.verdicts if self._forecast else {}).items():
+            next_start.add_metric([slot, verdict.reason], verdict.would_hit)
+        yield next_start
+
+    def _rent(self, now: int) -> Iterator[Metric]:
         leased, idle, standby = self._accounts.rent.seconds(now)
         rent = CounterMetricFamily(
             "weightcache_resident_byte_seconds_total",
@@ -157,15 +173,6 @@ class Collector:
             "GPU time that a hot standby of every engine on resident weights would have held.",
             self._rising("rent", "standby", standby),
         )
-        yield self._refusals()
-        next_start = GaugeMetricFamily(
-            "weightcache_next_start_would_hit",
-            "1 if the slot's engine, started now, would map resident weights; if 0, reason says why not.",
-            labels=["slot", "reason"],
-        )
-        for slot, verdict in (self._forecast.verdicts if self._forecast else {}).items():
-            next_start.add_metric([slot, verdict.reason], verdict.would_hit)
-        yield next_start
 
     def _refusals(self) -> Metric:
         family = CounterMetricFamily(
