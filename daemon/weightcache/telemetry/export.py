@@ -125,9 +125,9 @@ class Telemetry:
             complaint = self._try_to_advance()
         if complaint and complaint != self._complaint:
             log.warning(
-                "the journal %s cannot be read: %s. Weights are served, events wait in its spool, and /metrics tells what "
-                "was known before. Make room there and the folder writable for this user, or name another journal in "
-                "READMIT_JOURNAL",
+                "the journal %s cannot be read: %s. Weights are served, events wait in its spool, and /metrics tells "
+                "what was known before. Make room there and the folder writable for this user, or name another "
+                "journal in READMIT_JOURNAL",
                 self._journal.path,
                 complaint,
             )
