@@ -32,15 +32,17 @@ def main() -> None:
         node.up("client")
         try:
             serving = node.wait_all_ready()["serving"]
+            known = node.last_episode()
             node.kill(serving)  # the standby takes over, and this one comes back by a hit
-            settle(node)
+            for _ in node.wait_ready(known):
+                pass
+            node.wait_all_ready()
             forget(node)
             node.kill(node.wait_all_ready()["serving"])
             while "load_weights" not in str(node.get("/api/status")[1]["open"]):
                 time.sleep(0.1)
             take(browser, node, "recovering", DESK)
             node.wait_all_ready()
-            settle(node)
             take(browser, node, "status", DESK)
             take(browser, node, "status-phone", PHONE, dark=True)
         finally:
@@ -57,14 +59,6 @@ def probe_file(folder: Path, model: Path) -> Path:
     file = folder / "probes.json"
     file.write_text(json.dumps({"model": model.name, "probes": probes}))
     return file
-
-
-def settle(node: Node) -> None:
-    """Wait until the gate has seen the fault, and is over it."""
-    known = node.last_episode()
-    for _ in node.wait_ready(known):
-        pass
-    node.wait_all_ready()
 
 
 def forget(node: Node) -> None:

@@ -352,8 +352,6 @@ class Gate:
                     measured = await cost.measure(engine, slot.url)
                     if engine == slot.engine:
                         self.costs[slot.name] = measured
-                elif engine is None:
-                    self.costs.pop(slot.name, None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(cost.EVERY_S):
                     await self._opened.wait()
@@ -368,6 +366,8 @@ class Gate:
         self.succession.follow(step)
         if step.slot.ready:
             self._opened.set()
+        elif step.state in ("starting", "loading"):
+            self.costs.pop(step.slot.name, None)  # of an engine that is gone
 
     def _journal(self, step: Transition) -> None:
         self.was_ready = self.was_ready or step.state == "ready"

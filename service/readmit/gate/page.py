@@ -180,10 +180,7 @@ def _open(recovery: Facts, report: Facts) -> str:
     scale = max(recovery["total_s"], expected or 0.0)
     told = [f"phase {slot['phase']}" if slot and slot["phase"] else "", f"path {recovery['path']}", _why(recovery)]
     usual = f' <span class="dim">of about {expected:.1f} s</span>' if expected is not None else ""
-    bars = "".join(
-        f"<p class=dim>{f'attempt {number}' if number is not None else 'before any attempt'}</p>{bar(part, scale)}"
-        for number, part in attempts(recovery)
-    )
+    bars = "".join(f'<p class="dim">attempt {number}</p>{bar(part, scale)}' for number, part in attempts(recovery))
     return (
         f'<div class="card"><h3>Slot {escape(recovery["slot"])}, {escape(recovery["cause"])}</h3>'
         f'<p class="clock">{recovery["total_s"]:.1f} s{usual}</p><p>{escape(", ".join(filter(None, told)))}</p>{bars}'

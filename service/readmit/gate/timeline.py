@@ -36,18 +36,18 @@ def bar(recovery: Mapping[str, Any], scale_s: float, limit_s: float | None = Non
     )
 
 
-def attempts(recovery: Mapping[str, Any]) -> Iterable[tuple[int | None, dict[str, Any]]]:
-    """The recovery cut into what belongs to each attempt; None for time before the first or between two."""
-    numbers: list[int | None] = []
-    for segment in recovery["segments"]:
-        if segment["attempt"] not in numbers:
-            numbers.append(segment["attempt"])
-    for number in numbers:
-        segments = [segment for segment in recovery["segments"] if segment["attempt"] == number]
-        phases: dict[str, float] = {}
-        for segment in segments:
-            phases[segment["phase"]] = phases.get(segment["phase"], 0.0) + segment["end_s"] - segment["begin_s"]
-        yield number, {"segments": segments, "phases_s": phases}
+def attempts(recovery: Mapping[str, Any]) -> Iterable[tuple[int, dict[str, Any]]]:
+    """The recovery cut into its attempts. What no phase covers belongs to the attempt before, or to the first."""
+    segments = recovery["segments"]
+    number = next((segment["attempt"] for segment in segments if segment["attempt"] is not None), 1)
+    found: dict[int, dict[str, Any]] = {}
+    for segment in segments:
+        number = number if segment["attempt"] is None else segment["attempt"]
+        part = found.setdefault(number, {"segments": [], "phases_s": {}})
+        part["segments"].append(segment)
+        seconds = segment["end_s"] - segment["begin_s"]
+        part["phases_s"][segment["phase"]] = part["phases_s"].get(segment["phase"], 0.0) + seconds
+    return sorted(found.items())
 
 
 def legend(recoveries: Iterable[Mapping[str, Any]]) -> str:
