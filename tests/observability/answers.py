@@ -172,7 +172,7 @@ EVER: Final[Mapping[str, Answer]] = {
     ),
     "readmit-cache/Attaches/A": lambda f: members(lookups(f, 5), *_RESULTS),
     "readmit-cache/Journal degraded/A": lambda f: f.by("instance", "SELECT node, 0 FROM nodes"),
-    "readmit-fleet/Slots that would start cold, by reason/A": lambda f: {**RULES[_WOULD_MISS](f), (): 0},
+    "readmit-fleet/Slots that would start cold, by reason/A": lambda f: RULES[_WOULD_MISS](f) or {(): 0},
     "readmit-fleet/Unexpected cold starts in an hour/A": RULES[_COLD],
     "readmit-fleet/Slots not ready/A": lambda f: f.one("SELECT sum(state = 'unready') FROM slots"),
     "readmit-fleet/Worst failure tail by node, 7 days/A": lambda f: tail(f, 7, "instance"),

@@ -15,7 +15,11 @@ def _fleet() -> list[Panel]:
     return [
         Panel(
             "Slots that would start cold, by reason",
-            [Target(f"{recorded('job_reason:weightcache_next_start_would_miss:count')} or vector(0)", "{{reason}}")],
+            [
+                Target(
+                    f"{recorded('job_reason:weightcache_next_start_would_miss:count')} or on () vector(0)", "{{reason}}"
+                )
+            ],
             "short",
             "Before a roll-out all of them should be 0.",
             "ReadmitNextStartWouldMiss",
