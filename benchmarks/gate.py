@@ -1,288 +1,263 @@
-"""What the gate costs a request, and how fast it opens, shuts and moves on.
+"""What a takeover takes with real engines, and what the gate costs a request; HAProxy beside it in the same run.
 
-A trivial engine answers at once, so that the gate is all there is to measure: the same requests go to the engine and
-through the gate, in turn, in one run. Then engines are killed: how long until ``/readyz`` says 503, until a request is
-answered by the standby, and until a gate opens for an engine whose port has just opened.
+Takeover: a whole node with two engines on the demo model, under traffic. Engines are killed and broken in six ways;
+measured is the time to the next correct answer, and whether any answer was wrong, hung, or came from a process that was
+not verified at that moment. Cost: an upstream that answers at once is asked directly, through the gate, through a bare
+uvicorn and aiohttp pass-through and through HAProxy, in turn.
 
-    python benchmarks/gate.py [--json OUT] [--requests 1000] [--rounds 5] [--kills 10]
+    python benchmarks/gate.py [--quick] [--json OUT]                    --quick: under 4 minutes, 12 kills
+    python benchmarks/gate.py --kills 60 --only takeover --add OUT      adds takeovers to an earlier run's
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
-import re
+import shutil
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import aiohttp
+from gate_parts import health, proxying, takeover
+from gate_parts.node import Node
+from gate_parts.processes import Children
+from gate_parts.takeover import FAULTS, Drill, Takeover
 from rich.console import Console
 from rich.table import Table
 
-from readmit.probes import Expectation, Probe, ProbeSet
+KILLS: Final = 299
+"""What it takes for the worst to be above the 99th percentile with 95 % confidence."""
+OTHERS: Final = 10
+"""Of each other fault, in a full run."""
+ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
-ANSWER = json.dumps({"choices": [{"text": " Paris", "logprobs": None}]}).encode()
-EVENT = b"data: " + b"x" * 200 + b"\n\n"
-EVENTS = 2000
-
-
-async def engine(port: int) -> None:
-    """An engine that answers at once; ``/v1/stream`` writes events as fast as they are taken."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"content-length: (\d+)", head.lower())
-                await reader.readexactly(int(length[1]) if length else 0)
-                await answer(b" /v1/stream " in head, writer)
-        writer.close()
-
-    async def answer(stream: bool, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\n")
-        if stream:
-            writer.write(b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-            for _ in range(EVENTS):
-                writer.write(b"%x\r\n%b\r\n" % (len(EVENT), EVENT))
-                await writer.drain()
-            writer.write(b"0\r\n\r\n")
-        else:
-            writer.write(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER))
-        await writer.drain()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
-        await server.serve_forever()
+console = Console()
 
 
-class Process:
-    """A child, killed when the benchmark ends."""
-
-    children: list[subprocess.Popen[bytes]] = []  # noqa: RUF012 - the one list of this program's children
-
-    def __init__(self, *argv: str) -> None:
-        command = [sys.executable, *argv]
-        self.popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.children.append(self.popen)
-
-    def kill(self) -> None:
-        self.popen.send_signal(signal.SIGKILL)
+def faults(kills: int, others: int) -> list[str]:
+    """So many SIGKILLs and so many of each other fault, mixed."""
+    rest = [fault for _ in range(others) for fault in FAULTS if fault != "sigkill"]
+    every = max(1, kills // (len(rest) or 1))
+    mixed = []
+    for number in range(kills):
+        mixed.append("sigkill")
+        if rest and (number + 1) % every == 0:
+            mixed.append(rest.pop(0))
+    return mixed + rest
 
 
-class Gate(Process):
-    """A gate in front of engines on these ports."""
-
-    def __init__(self, probes: Path, *ports: int) -> None:
-        slots = [option for port in ports for option in ("--slot", f"s{port}=http://127.0.0.1:{port}")]
-        address = f"127.0.0.1:{free_port()}"
-        where = ["--listen", address, "--probes", str(probes), "--journal", str(probes.with_name("journal"))]
-        super().__init__("-m", "readmit.gate", "--unsupervised", *where, *slots)
-        self.url = f"http://{address}"
-
-
-def start_engine(port: int) -> Process:
-    return Process(__file__, "--engine", str(port))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.asynccontextmanager
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-        yield session
-
-
-async def status(session: aiohttp.ClientSession, url: str) -> int | None:
-    try:
-        async with session.get(url) as response:
-            await response.read()
-            return response.status
-    except aiohttp.ClientError:
-        return None
-
-
-async def until(condition: Callable[[], Any], pause: float = 0.001) -> float:
-    """Seconds until an asynchronous condition holds."""
-    began = time.perf_counter()
-    while not await condition():  # noqa: ASYNC110 - the condition is another process's
-        await asyncio.sleep(pause)
-    return time.perf_counter() - began
-
-
-async def latencies(session: aiohttp.ClientSession, url: str, requests: int, concurrency: int) -> dict[str, float]:
-    """Milliseconds a completion takes, and how many a second there are."""
-    taken: list[float] = []
-
-    async def worker() -> None:
-        while len(taken) < requests:
-            began = time.perf_counter()
-            async with session.post(f"{url}/v1/completions", json={"prompt": "?"}) as response:
-                assert await response.read() == ANSWER
-            taken.append((time.perf_counter() - began) * 1000)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-    wall = time.perf_counter() - began
-    ordered = sorted(taken)
-    at = {"p50_ms": 0.5, "p99_ms": 0.99}
-    return {name: ordered[int(share * (len(ordered) - 1))] for name, share in at.items()} | {"rps": len(taken) / wall}
-
-
-async def streaming(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Events a second of one stream, and milliseconds to its first byte."""
-    began, total, first = time.perf_counter(), 0, 0.0
-    async with session.get(f"{url}/v1/stream") as response:
-        async for chunk in response.content.iter_any():
-            first = first or (time.perf_counter() - began) * 1000
-            total += len(chunk)
-    assert total == EVENTS * len(EVENT)
-    return {"events_per_s": EVENTS / (time.perf_counter() - began), "first_byte_ms": first}
-
-
-async def costs(options: argparse.Namespace, probes: Path) -> dict[str, Any]:
-    """The same requests to the engine and through the gate, in turn."""
-    port = free_port()
-    start_engine(port)
-    gate = Gate(probes, port)
-    routes = {"direct": f"http://127.0.0.1:{port}", "gate": gate.url}
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    async with client() as session:
-        await until(lambda: _is(session, f"{gate.url}/readyz", 200))
-        for concurrency in (1, 16):
-            for _ in range(options.rounds):
-                for route, url in routes.items():
-                    one = await latencies(session, url, options.requests // options.rounds, concurrency)
-                    found.setdefault(f"completion, {concurrency} at a time", {}).setdefault(route, []).append(one)
-        for _ in range(options.rounds):
-            for route, url in routes.items():
-                found.setdefault("stream", {}).setdefault(route, []).append(await streaming(session, url))
+async def takeovers(options: argparse.Namespace, folder: Path, children: Children) -> dict[str, Any]:
+    """Everything that takes real engines."""
+    tell = console.log
+    node = Node(folder, children)
+    tell("starting a node: keeper, daemon, gate, two engines")
+    await node.until_whole()
+    await node.until_forked()
+    drill = Drill(node, node.url)
+    await drill.run(faults(options.kills, options.others), tell)
+    beside = await takeover.haproxy(node, folder, children, options.haproxy_kills, tell)
+    tell("killing the gate")
+    gate_kill = await takeover.kill_gate(node)
+    tell("asking for health during an attach and a load from disk")
+    probed = await health.recovering(node)
     return {
-        what: {
-            route: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-            for route, rounds in by.items()
-        }
-        for what, by in found.items()
+        "raw": [list(it) for it in drill.takeovers],
+        "requests": takeover.verdict(node, drill),
+        "gate_kill": gate_kill,
+        "haproxy": beside,
+        "health": probed,
     }
 
 
-async def reactions(options: argparse.Namespace, probes: Path) -> dict[str, list[float]]:
-    """Milliseconds from a fault, or an opened port, to the gate's reaction."""
-    first, second = free_port(), free_port()
-    standby = start_engine(second)
-    alone, both = Gate(probes, first), Gate(probes, first, second)
-    found: dict[str, list[float]] = {"opens_ms": [], "shuts_ms": [], "moves_on_ms": []}
-    async with client() as session:
-        for gate in (alone, both):  # their own start is not what is measured
-            await until(lambda url=gate.url: _is(session, f"{url}/livez", 200))
-        for _ in range(options.kills):
-            active = start_engine(first)
-            await until(lambda: _is(session, f"http://127.0.0.1:{first}/v1/models", 200))
-            found["opens_ms"].append(1000 * await until(lambda: _is(session, f"{alone.url}/readyz", 200)))
-            await until(lambda: _is(session, f"{both.url}/readyz", 200))
-            await until(lambda: _serves(session, both.url, f"s{first}"))
-            await asyncio.sleep(0.2)
-            began = time.perf_counter()
-            active.kill()
-            # One that the kernel still queued at the dying engine is answered 502, for it may not be sent twice.
-            await until(lambda: _completes(session, both.url))
-            found["moves_on_ms"].append(1000 * (time.perf_counter() - began))
-            active.popen.wait()
-            began = time.perf_counter()
-            await until(lambda: _is(session, f"{alone.url}/readyz", 503))
-            found["shuts_ms"].append(1000 * (time.perf_counter() - began))
-    standby.kill()
+async def costs(options: argparse.Namespace, folder: Path, children: Children) -> dict[str, Any]:
+    """Everything for which the upstream only has to be quick."""
+    console.log("measuring what the gate costs a request")
+    routes = proxying.Routes(folder, children)
+    found = await proxying.measure(routes, options.rounds, options.seconds)
+    console.log("asking for health among 500 idle connections and under overload")
+    crowded = await health.crowded(
+        routes.urls["gate"], folder, children, routes.urls["direct"], max(3.0, options.seconds)
+    )
+    return {**found, "health": crowded}
+
+
+def report(options: argparse.Namespace, taken: dict[str, Any] | None, cost: dict[str, Any] | None) -> dict[str, Any]:
+    """The figures, in the form that other programs read."""
+    found: dict[str, Any] = {"machine": machine(), "quick": options.quick}
+    if taken is not None:
+        by_fault = takeover.summary([Takeover(*it) for it in taken["raw"]])
+        found |= {
+            "takeover_ms": by_fault["sigkill"],
+            "takeover_by_fault_ms": by_fault,
+            **{name: taken["requests"][name] for name in ("wrong", "hung", "unverified")},
+            "traffic": taken["requests"],
+            "gate_kill_refused": taken["gate_kill"]["refused"],
+            "gate_kill": taken["gate_kill"],
+        }
+    if cost is not None:
+        routes = cost["routes"]
+        found |= {
+            "proxy_added_ms": added(routes, "gate"),
+            "requests_ratio": ratio(routes, "gate", "requests_per_s"),
+            "chunks_ratio": ratio(routes, "gate", "chunks_per_s"),
+            "routes": routes,
+            "first_token_ms": {
+                **cost["first_token"],
+                "later_p99": round(cost["first_token"]["among_ms"]["p99"] - cost["first_token"]["alone_ms"]["p99"], 3),
+            },
+        }
+    found["health_ms"] = {**(taken or {}).get("health", {}), **(cost or {}).get("health", {})}
+    found["haproxy"] = {}
+    if cost is not None and "haproxy" in cost["routes"]:
+        found["haproxy"] |= {
+            "proxy_added_ms": added(cost["routes"], "haproxy"),
+            "requests_ratio": ratio(cost["routes"], "haproxy", "requests_per_s"),
+            "chunks_ratio": ratio(cost["routes"], "haproxy", "chunks_per_s"),
+        }
+    if taken is not None and taken["haproxy"] is not None:
+        found["haproxy"]["takeover_ms"] = taken["haproxy"]
+    if taken is not None:
+        found["raw_takeovers"] = [[fault, round(ms, 2), round(whole, 2)] for fault, ms, whole in taken["raw"]]
     return found
 
 
-async def _is(session: aiohttp.ClientSession, url: str, wanted: int) -> bool:
-    return await status(session, url) == wanted
-
-
-async def _completes(session: aiohttp.ClientSession, url: str) -> bool:
-    async with session.post(f"{url}/v1/completions", json={}) as response:
-        return response.status == 200
-
-
-async def _serves(session: aiohttp.ClientSession, url: str, slot: str) -> bool:
-    async with session.get(f"{url}/api/status") as response:
-        return bool((await response.json())["serving"] == slot)
-
-
-def show(report: dict[str, Any]) -> None:
-    console = Console()
-    table = Table(title="A request with and without the gate (medians of rounds)")
-    for head in ("", "measure", "direct", "gate", "difference"):
-        table.add_column(head, justify="left" if head in ("", "measure") else "right")
-    for what, routes in report["costs"].items():
-        for key, direct in routes["direct"].items():
-            gate = routes["gate"][key]
-            table.add_row(what, key, f"{direct:.2f}", f"{gate:.2f}", f"{gate - direct:+.2f}")
-    console.print(table)
-    table = Table(title="Reactions, milliseconds")
-    for head in ("", "median", "worst"):
-        table.add_column(head, justify="left" if not head else "right")
-    names = {
-        "opens_ms": "port open until the gate is open",
-        "shuts_ms": "engine gone until /readyz is 503",
-        "moves_on_ms": "SIGKILL until an answer of the standby",
+def added(routes: dict[str, Any], name: str) -> dict[str, float]:
+    """How much longer a request takes that way than directly, at 50 requests a second."""
+    return {
+        share: round(routes[name]["steady_ms"][share] - routes["direct"]["steady_ms"][share], 3)
+        for share in ("p50", "p99")
     }
-    for key, name in names.items():
-        values = report["reactions"][key]
-        table.add_row(name, f"{statistics.median(values):.1f}", f"{max(values):.1f}")
+
+
+def ratio(routes: dict[str, Any], name: str, what: str) -> float:
+    """How many times as much goes that way as through the bare pass-through."""
+    return round(routes[name][what] / routes["bare"][what], 2)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are true of."""
+    with open("/proc/cpuinfo") as lines:
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "haproxy": _version("haproxy", "-v"),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _version(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+
+
+def merged(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """An earlier run with this one's takeovers added."""
+    raw = [*earlier.get("raw_takeovers", []), *now.get("raw_takeovers", [])]
+    by_fault = takeover.summary([Takeover(*it) for it in raw])
+    found = {**earlier, **{key: value for key, value in now.items() if key not in earlier}}
+    counts = [run["traffic"] for run in (earlier, now) if "traffic" in run]
+    traffic = {name: sum(each[name] for each in counts) for name in counts[0]}
+    found |= {"takeover_ms": by_fault["sigkill"], "takeover_by_fault_ms": by_fault, "traffic": traffic}
+    found |= {name: traffic[name] for name in ("wrong", "hung", "unverified")}
+    kills = [run["gate_kill"] for run in (earlier, now) if "gate_kill" in run]
+    found["gate_kill"] = {name: sum(each[name] for each in kills) for name in kills[0]}
+    found |= {"gate_kill_refused": found["gate_kill"]["refused"], "raw_takeovers": raw}
+    found["runs"] = [*earlier.get("runs", [earlier["machine"]]), now["machine"]]
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """Tables for people."""
+    if "takeover_by_fault_ms" in found:
+        table = Table(title="From the fault, or the moment that the limits allow it, to the next correct answer, ms")
+        for head in ("fault", "n", "p50", "p99", "worst"):
+            table.add_column(head, justify="left" if head == "fault" else "right")
+        for fault, figures in found["takeover_by_fault_ms"].items():
+            table.add_row(fault, *(str(figures[name]) for name in ("n", "p50", "p99", "max")))
+        if beside := found["haproxy"].get("takeover_ms"):
+            table.add_row("sigkill, HAProxy", str(beside["n"]), str(beside["p50"]), "", str(beside["max"]))
+        console.print(table)
+        console.print(
+            f"{found['traffic']['answers']} answers: {found['wrong']} wrong, {found['unverified']} unverified, "
+            f"{found['hung']} hung; {found['traffic']['errors']} requests ended with an error; gate killed: "
+            f"{found['gate_kill_refused']} of {found['gate_kill']['connections']} connections refused"
+        )
+    if "routes" in found:
+        table = Table(title="One request, and many")
+        for head in ("route", "p50 ms", "p99 ms", "requests/s", "chunks/s"):
+            table.add_column(head, justify="left" if head == "route" else "right")
+        for name, figures in found["routes"].items():
+            steady = figures["steady_ms"]
+            rates = (f"{figures[key]:,}" for key in ("requests_per_s", "chunks_per_s"))
+            table.add_row(name, f"{steady['p50']:.2f}", f"{steady['p99']:.2f}", *rates)
+        console.print(table)
+        console.print(
+            f"the gate adds {found['proxy_added_ms']['p50']} ms (p99 {found['proxy_added_ms']['p99']}); beside a bare "
+            f"pass-through {found['requests_ratio']} of its requests/s, {found['chunks_ratio']} of its chunks/s; first "
+            f"token among {found['first_token_ms']['open_streams']} streams {found['first_token_ms']['later_p99']} ms "
+            "later (p99)"
+        )
+    table = Table(title="Health, ms")
+    for head in ("during", "readyz p50", "p99", "livez p50", "p99"):
+        table.add_column(head, justify="left" if head == "during" else "right")
+    for condition, figures in found["health_ms"].items():
+        values = (str(figures[name][share]) for name in ("readyz", "livez") for share in ("p50", "p99"))
+        table.add_row(condition.replace("_", " "), *values)
     console.print(table)
 
 
-@contextlib.contextmanager
-def probe_file() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "probes.json"
-        ProbeSet("engine", (Probe("capital", "?", 1, Expectation(text=" Paris")),)).save(path)
-        yield path
-
-
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    with probe_file() as probes:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()}
-        return {
-            "machine": machine,
-            "costs": await costs(options, probes),
-            "reactions": await reactions(options, probes),
-        }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.engine is not None:
-        asyncio.run(engine(options.engine))
-        return
+@contextmanager
+def place() -> Iterator[tuple[Path, Children]]:
+    """A folder, and processes that end with it."""
+    folder = Path(tempfile.mkdtemp(prefix="rg-"))
+    children = Children(folder / "log")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or its processes would live on
     try:
-        report = asyncio.run(measure(options))
-    finally:
-        for child in Process.children:
-            child.kill()
-            child.wait()
-    show(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        yield folder, children
+    except BaseException:
+        children.end()
+        console.print(f"what went on is below {folder}")
+        raise
+    children.end()
+    shutil.rmtree(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="12 kills and short turns: under 4 minutes")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="add this run's takeovers to those in a file")
+    parser.add_argument("--only", choices=("takeover", "cost"), help="leave the other half out")
+    parser.add_argument("--kills", type=int, help="SIGKILLs")
+    parser.add_argument("--others", type=int, help="of each other fault")
+    options = parser.parse_args(argv)
+    options.kills = options.kills if options.kills is not None else (12 if options.quick else KILLS)
+    options.others = options.others if options.others is not None else (1 if options.quick else OTHERS)
+    options.haproxy_kills = 3 if options.quick else max(1, options.kills // 10)
+    options.rounds, options.seconds = (3, 2.0) if options.quick else (10, 4.0)
+    os.environ.update(ENVIRONMENT)
+    with place() as (folder, children):
+        taken = asyncio.run(takeovers(options, folder, children)) if options.only != "cost" else None
+        children.end()
+        cost = asyncio.run(costs(options, folder, children)) if options.only != "takeover" else None
+    found = report(options, taken, cost)
+    if options.add is not None and options.add.exists():
+        found = merged(json.loads(options.add.read_text()), found)
+    show(found)
+    for target in {options.json, options.add} - {None}:
+        target.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

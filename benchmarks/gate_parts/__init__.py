@@ -1,0 +1,1 @@
+"""The parts of benchmarks/gate.py and benchmarks/soak.py."""
