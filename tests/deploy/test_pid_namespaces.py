@@ -10,6 +10,8 @@ from tests.deploy.machine import inner, why_no_namespaces
 from tests.weightcache import clients
 from tests.weightcache.caches import KeptCache, wait_for
 
+from weightcache.keeper.control import ask
+
 OBSTACLE = why_no_namespaces()
 
 
@@ -47,6 +49,10 @@ def test_an_engine_of_another_namespace_is_known_by_its_lease(cache: Apart) -> N
             assert second.hear()[:2] == ("hit", generation)
             leases = cache.generations()[0]["leases"]
             assert {(lease["slot"], lease["pid"]) for lease in leases} == {("a", 0), ("b", 0)}, "nobody's number here"
+            cache.kill_daemon()
+            assert ask(cache.runtime_dir, {"reexec": True}, timeout_s=120)["pid"] == 1, (
+                "also as process 1 of a container"
+            )
             cache.kill_daemon()
             assert {lease["slot"] for lease in cache.generations()[0]["leases"]} == {"a", "b"}
             first.kill()
