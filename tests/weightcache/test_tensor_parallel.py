@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from tests.fixtures import checkpoints
 from tests.weightcache.caches import Cache
+from tests.weightcache.clients import client
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,10 +26,14 @@ from weightcache.checkpoint import Checkpoint, TensorInfo
 from weightcache.errors import ConfigError
 from weightcache.integrations.transformers import from_pretrained, skeleton
 from weightcache.integrations.transformers_form import Form
+from weightcache.integrations.transformers_ranks import connect_ranks
 from weightcache.sharding import plan_tensors
+from weightcache.vocabulary import MISS_REASONS
 
 logging.disable_progress_bar()
 
+FAIL = dict.fromkeys(MISS_REASONS, "fail")
+IDS = torch.arange(8)[None]
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -111,6 +118,34 @@ def test_the_parts_are_those_of_transformers_own_tensor_parallelism(folder: Path
             distributed.destroy_process_group()
         ours, _ = from_pretrained(folder, tp_size=tp_size, tp_rank=rank)
         assert as_bytes(dict(ours.named_parameters())) == as_bytes(parts)
+
+
+def run_rank(pipe: Pipe, folder: Path, socket: Path, rank: int, meeting: Path) -> None:
+    """One of two ranks: say what it was given, run with the other one, say the logits."""
+    model, outcome = from_pretrained(
+        folder, mode="client", socket=socket, dtype="float32", tp_size=2, tp_rank=rank, policies=FAIL
+    )
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    connect_ranks(model, init_device_mesh("cpu", (2,)))
+    with torch.inference_mode():
+        logits = model(IDS).logits
+    pipe.send((outcome.path, logits.tolist()))
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_run_together_on_what_they_map(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    for rank in range(2):
+        from_pretrained(folder, mode="client", socket=cache.socket, dtype="float32", tp_size=2, tp_rank=rank)
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(client(run_rank, folder, cache.socket, rank, tmp_path / "meeting")) for rank in range(2)
+        ]
+        said = [rank.hear() for rank in ranks]
+    assert [path for path, _ in said] == ["hit", "hit"]
+    assert said[0][1] == said[1][1]
+    whole, _ = from_pretrained(folder, dtype="float32")
+    with torch.inference_mode():
+        assert torch.allclose(torch.tensor(said[0][1]), whole(IDS).logits, atol=1e-5)
 
 
 def test_one_command_loads_all_ranks(cache: Cache, tmp_path: Path) -> None:
