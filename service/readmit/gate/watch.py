@@ -96,6 +96,7 @@ class Watch:
     async def _engine(self) -> Engine | None:
         """Wait for the slot's process; None for one that listens out of our sight."""
         chronicle, url = self._means.chronicle, self.slot.url
+        unseen = False
         while True:
             await self._admitted.wait()
             if self._supervised:
@@ -103,7 +104,13 @@ class Watch:
                 if (engine := chronicle.engine(self.slot.name)) is not None:
                     return engine
             elif await port_open(url, self._means.settings.probe_limit_s):
-                return await asyncio.to_thread(listener, URL(url).host or "", URL(url).port or 80)
+                engine = await asyncio.to_thread(listener, URL(url).host or "", URL(url).port or 80)
+                # Looked for twice: one that was replaced during the first look would be followed blindly.
+                if engine is not None or unseen:
+                    return engine
+                unseen = True
+            else:
+                unseen = False
             await asyncio.sleep(POLL_S)
 
     async def _follow(self, engine: Engine | None) -> None:
