@@ -1,11 +1,14 @@
 """The keeper goes on as another program in the same process, with children, descriptors and state; nobody notices."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +236,33 @@ def test_it_stays_under_16_mib(node: Node) -> None:
     lines = Path(f"/proc/{keeper.pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     assert int(status["VmRSS"].split()[0]) <= 16 << 10
+
+
+def test_done_at_any_moment_it_loses_no_child_and_no_exit_status(node: Node) -> None:
+    node.add("daemon", "d", "stores", role="daemon")
+    node.add("a", "a", "worker", limit=0, backoff_s=[0.01])
+    node.add("b", "b", "crash", limit=0, backoff_s=[0.01])
+    node.options["closes_episodes"] = True
+    keeper = node.start()
+    chance = random.Random(11)
+    for _ in range(10):
+        for child in node.state()["children"]:
+            if child["pid"] and chance.random() < 0.5:
+                with contextlib.suppress(ProcessLookupError):  # b has ended by itself
+                    node.kill(child["pid"])
+        time.sleep(chance.uniform(0, 0.02))
+        assert reexec(node)["pid"] == keeper.pid
+
+    def is_up(name: str) -> bool:
+        child = node.child(name)
+        return bool(child["state"] == "running" and child["ready"])
+
+    wait_for(lambda: is_up("a") and is_up("daemon") and stored(node) == 4)
+    assert node.stop(keeper)[0] == 0
+    spawned, ended = node.processes("spawned"), node.processes("exited")
+    assert sorted(spawned) == sorted(ended), "each ends once, and none is forgotten"
+    events = node.events("WHERE kind = 'process' AND name = 'exited' AND slot IS NOT NULL")
+    assert all("status" not in event.attributes for event in events), "every exit status was this keeper's to take"
+    replay = node.replay()
+    assert replay.started == replay.closed
+    assert all(abs(sum(it.phases_s().values()) - it.total_s) < 1e-6 for it in replay.episodes)
