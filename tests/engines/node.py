@@ -103,11 +103,13 @@ class Node:
             self._up = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment())
         wait_for(lambda: len(self.closed()) >= len(self.ports), "first starts")
 
-    def closed(self) -> list[Episode]:
-        """Episodes that have ended, in the order of their beginning."""
+    def closed(self, slots: str | None = None) -> list[Episode]:
+        """Episodes of engines that have ended, in the order of their beginning; takeovers are none."""
         assert self._up.poll() is None, (self.folder / "up.log").read_text()
         self._replay.catch_up(Journal(self.folder / "s" / "journal.sqlite3"))
-        return [episode for episode in self._replay.episodes if not episode.is_open]
+        wanted = slots or "".join(self.ports)
+        ended = (episode for episode in self._replay.episodes if not episode.is_open and episode.path != "standby")
+        return [episode for episode in ended if episode.slot in wanted]
 
     def started(self, slot: str = "a") -> list[str | None]:
         """How each engine process was started: ``forked``, ``refused`` (so plainly), None where nothing is held."""
@@ -160,7 +162,7 @@ class Node:
         Returns:
             The episode, once it has ended; how many of the old processes live; how many of their segments are there.
         """
-        before, pids = len(self.closed()), self.processes(slot)
+        before, pids = len(self.closed(slot)), self.processes(slot)
         old = {
             pid: stat.start_ticks for group in pids.values() for pid in group if (stat := Stat.read(pid)) is not None
         }
@@ -169,9 +171,9 @@ class Node:
             segments = {entry.name for entry in entries if entry.inode() in inodes}
         os.kill(pids[part][0], signal.SIGKILL)
         meanwhile()
-        wait_for(lambda: len(self.closed()) > before, f"recovery from the death of {part}")
+        wait_for(lambda: len(self.closed(slot)) > before, f"recovery from the death of {part}")
         left = [pid for pid, ticks in old.items() if (stat := Stat.read(pid)) and stat.start_ticks == ticks]
-        return self.closed()[before], len(left), sum((Path("/dev/shm") / name).exists() for name in segments)
+        return self.closed(slot)[before], len(left), sum((Path("/dev/shm") / name).exists() for name in segments)
 
     def release(self, generation: str | None = None) -> None:
         """Have the daemon forget a generation, or all, also ones that are in use."""
