@@ -126,6 +126,38 @@ def test_more_than_fits_one_turn_goes_in_several(journal: Journal, monkeypatch: 
     assert value(telemetry(journal), "readmit_recoveries_total", path="hit", outcome="ready") == 5
 
 
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_killed_in_the_middle_it_goes_on(journal: Journal, monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    """The base is kept before the first event goes; what is left of them goes another time."""
+    monkeypatch.setattr("weightcache.journal.pruning._AT_ONCE", 20)
+    for number in range(1, 4):
+        tell(journal, 150 - number, number)
+    dying = telemetry(journal)
+    connection = dying._journal._connect()
+    done = iter(range(batches))
+
+    class Mortal:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(connection, name)
+
+        def executemany(self, *arguments: Any) -> Any:
+            if next(done, None) is None:
+                raise KeyboardInterrupt
+            return connection.executemany(*arguments)
+
+    monkeypatch.setattr(dying._journal, "_connect", Mortal)
+    with pytest.raises(KeyboardInterrupt):
+        dying._prune()
+    monkeypatch.undo()
+    left = len(journal.events())
+    after = telemetry(journal)
+    assert value(after, "readmit_recoveries_total", path="hit", outcome="ready") == 3
+    assert value(after, "readmit_probes_total", result="correct") == 180
+    after._prune()
+    assert len(journal.events()) < left
+    assert [event.episode for event in journal.query("WHERE kind = 'episode_open'")] == [f"{3:032x}"]
+
+
 def test_a_clock_that_was_in_the_future_keeps_nothing_back(journal: Journal) -> None:
     journal.append("clock", "alive", at_ns=boottime_ns() + 1000 * DAY)
     tell(journal, 20, 1)
