@@ -212,6 +212,15 @@ def test_an_arena_made_here_needs_no_daemon(
     assert report["config"]["quant_method"] == ("fp8" if make is checkpoints.fp8 else "none")  # type: ignore[index]
 
 
+def test_what_cannot_be_loaded_here_is_an_error_and_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    folder = checkpoints.plain(tmp_path / "t", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ConfigError, match="optimum"):
+        run(folder)
+
+
 def version(folder: Path, number: str) -> Path:
     """A virtual environment in which transformers is of another version."""
     python = folder / "bin" / "python"

@@ -18,6 +18,7 @@ from weightcache.errors import WeightCacheError
 from weightcache.identity import digest_of, prove
 from weightcache.integrations.transformers import cache_config, from_pretrained, skeleton
 from weightcache.integrations.transformers_form import Form
+from weightcache.integrations.transformers_loading import telling
 from weightcache.parity import Item, take_census
 
 
@@ -30,11 +31,16 @@ class Report(msgspec.Struct):
 
 
 def load_plainly(folder: Folder, dtype: torch.dtype) -> Any:
-    """The model as it is without a cache: loaded by transformers itself, where that needs no GPU."""
+    """The model as it is without a cache: loaded by transformers itself, where that needs no GPU.
+
+    Raises:
+        ConfigError: ``architecture``: it cannot be loaded here.
+    """
     if not Form.of(folder).is_whole_and_plain:
         return from_pretrained(folder, dtype=dtype)[0]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return transformers.AutoModelForCausalLM.from_pretrained(folder.root, dtype=dtype)
+    with telling(folder):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder.root, dtype=dtype)
 
 
 def logits_of(model: Any) -> torch.Tensor:

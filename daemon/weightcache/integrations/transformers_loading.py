@@ -33,7 +33,7 @@ def import_architecture(folder: Folder) -> Any:
     Raises:
         ConfigError: ``architecture``.
     """
-    with _telling(folder):
+    with telling(folder):
         config = AutoConfig.from_pretrained(folder.root, local_files_only=True)
         AutoModelForCausalLM._model_mapping[type(config)]
         return config
@@ -45,7 +45,7 @@ def build(folder: Folder, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         ConfigError: ``architecture``.
     """
-    with _telling(folder), torch.device("meta"):
+    with telling(folder), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
 
 
@@ -97,7 +97,7 @@ def load_model(
             remedy="Do not write to a checkpoint in use; start again",
             path=checkpoint.path,
         )
-    with journal.phase("load_weights.process"), _telling(checkpoint.folder):
+    with journal.phase("load_weights.process"), telling(checkpoint.folder):
         model, report = _class(type(like), form).from_pretrained(
             None,
             config=_config(like, form),
@@ -163,7 +163,8 @@ def _config(like: Any, form: Form) -> Any:
 
 
 @contextmanager
-def _telling(folder: Folder) -> Iterator[None]:
+def telling(folder: Folder) -> Iterator[None]:
+    """Turn whatever transformers fails with into a `ConfigError` ``architecture`` that names the model."""
     try:
         yield
     except WeightCacheError:
