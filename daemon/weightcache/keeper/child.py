@@ -163,7 +163,6 @@ class Child:
         self.handed, self.inherited = True, ChildRecord(**handed["record"])
         self.state, self.ready, self.since_ns = self.inherited.state, self.inherited.ready, self.inherited.since_ns
         for name, fd, poll in handed["stored"]:
-            os.set_inheritable(fd, False)
             self.store.add(name, fd, poll=poll)
         if handed["output"] is not None:
             path, shown = handed["output"]

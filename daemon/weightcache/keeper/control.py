@@ -138,7 +138,6 @@ class ControlServer:
 
 def _again(descriptor: int) -> socket.socket:
     """A socket that came through exec."""
-    os.set_inheritable(descriptor, False)
     kept = socket.socket(fileno=descriptor)
     kept.setblocking(False)
     return kept

@@ -54,8 +54,13 @@ class Handover(NamedTuple):
         yield self.control["listener"]
         yield from (client for client, _ in self.control["clients"])
         for facts in self.children.values():
-            yield facts["notify"]
-            yield from (fd for _, fd, _ in facts["stored"])
+            yield from _of_child(facts)
+
+    def let_go(self, children: Iterable[str]) -> None:
+        """Close what was kept for children that nobody has any more."""
+        for name in children:
+            for descriptor in _of_child(self.children[name]):
+                os.close(descriptor)
 
     def write(self) -> int:
         """A memory file that the next program inherits."""
@@ -87,6 +92,11 @@ class Handover(NamedTuple):
                 remedy="End the keeper by SIGKILL and start another one: it adopts what runs",
             ) from error
         return handover
+
+
+def _of_child(facts: dict[str, Any]) -> Iterator[int]:
+    yield facts["notify"]
+    yield from (fd for _, fd, _ in facts["stored"])
 
 
 def set_passing(descriptors: Iterable[int], passing: bool) -> None:

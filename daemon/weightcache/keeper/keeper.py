@@ -1,4 +1,7 @@
-"""The keeper itself: its children's lives, from taking over to leaving. Standard library only."""
+"""The keeper itself: it takes over what runs, keeps it until it is told to end, and tells and is told things.
+
+Standard library only.
+"""
 
 import os
 import signal
@@ -8,39 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from weightcache.journal import Context, Journal, boottime_ns
+from weightcache.journal import boottime_ns
 from weightcache.keeper.child import STORING_ROLES, Child
 from weightcache.keeper.console import say
 from weightcache.keeper.control import ControlServer, Later
 from weightcache.keeper.fdstore import remove_dead_socket
 from weightcache.keeper.handover import Handover
-from weightcache.keeper.launch import raise_descriptor_limit
-from weightcache.keeper.loop import Loop
-from weightcache.keeper.notify import NotifySocket
-from weightcache.keeper.preloaded import become_subreaper, socket_of
-from weightcache.keeper.session import SessionEnd
-from weightcache.keeper.slot import ORDERED_CAUSES, Slot
+from weightcache.keeper.lives import Lives, facts_of
+from weightcache.keeper.slot import ORDERED_CAUSES
 from weightcache.keeper.spec import ChildSpec, KeeperSpec
-from weightcache.keeper.state import KeeperState
 from weightcache.keeper.succession import Succession
-from weightcache.paths import private_dir
-from weightcache.process import Exit, Process, reap_strangers
-from weightcache.sdnotify import Notifier
+from weightcache.process import Process, reap_strangers
 from weightcache.version import VERSION
 
 TICK_S: Final = 5.0
-HOLD_S: Final = 1.0
-"""How often a resident process that waits for recoveries to be over is asked about."""
 ECHO_S: Final = 0.2
-STOP_ORDER: Final = ("gate", "other", "engine", "daemon")
-ARENA: Final = "arena-"
-"""How the daemon's names for descriptors of weights begin."""
 _SOON_S: Final = 0.001
-LAST_LINES: Final = 20
-"""Lines of output shown when an engine is given up."""
 
 
-class Keeper:
+class Keeper(Lives):
     """See the top of this module.
 
     Args:
@@ -55,23 +44,11 @@ class Keeper:
     """What ends it."""
 
     def __init__(self, file: Path, handover: Handover | None = None) -> None:
+        super().__init__(KeeperSpec.load(file), handover)
         self.file = file
-        self.spec = spec = KeeperSpec.load(file)
-        self._handover = handover
-        self._output_dir = private_dir(private_dir(spec.state_dir) / "output")
-        lock = handover.lock if handover else None
-        self.state = KeeperState(spec.runtime_dir, [child.name for child in spec.children], lock)
-        limit = raise_descriptor_limit()
-        self.open_files = handover.open_files if handover else limit
-        self.loop = Loop()
-        self._journal = Journal(spec.journal, Context(spec.node))
-        self._manager = Notifier.from_environment()
-        self._stages: list[str] | None = None
-        self._failed = False
-        self._interrupts = 0
         self.succession: Succession | None = None
-        self.children = [self._child(child, handover) for child in spec.children]
-        self._residents = self._arrange_residents()
+        self._handover = handover
+        self._interrupts = 0
 
     def run(self) -> int:
         """Keep the children until SIGTERM, SIGINT or SIGHUP; returns the exit status."""
@@ -94,16 +71,6 @@ class Keeper:
         self._leave()
         return int(self._failed)
 
-    def _arrange_residents(self) -> dict[str, Child]:
-        """The processes that engines are forked from, by name, for engines that have one."""
-        engines = [child for child in self.children if child.spec.preload]
-        if engines:
-            become_subreaper()
-        for child in engines:
-            child.preloads_at = socket_of(self.spec.runtime_dir, child.spec.preload or "")
-        names = {child.spec.preload for child in engines}
-        return {child.name: child for child in self.children if child.name in names}
-
     # Taking over
 
     def _take_over(self, handover: Handover | None) -> None:
@@ -120,7 +87,7 @@ class Keeper:
         retired = []
         # First all records, then deeds: whatever is saved meanwhile must be the whole truth for the next successor.
         for record in records:
-            if record.name not in known and record.pid is not None:
+            if record.name not in known and (record.pid is not None or record.state == "waiting"):
                 known[record.name] = self._child(ChildSpec(record.name, record.role, ("true",)), handover)
                 retired.append(known[record.name])
             if record.name in known:
@@ -131,7 +98,10 @@ class Keeper:
                 child.ordered = child in retired
                 if child.slot is not None:
                     child.slot.resume()
-            self._resume(child)
+            if child in retired and child.inherited is not None and child.inherited.pid is None:
+                child.inherited, child.state = None, "stopped"
+            else:
+                self._resume(child)
         for child in retired:
             if child.slot is not None:
                 child.slot.abandon("stopped")
@@ -139,6 +109,7 @@ class Keeper:
                 child.ordered = False
                 self._end(child, resumes=False)
         if handover is not None:
+            handover.let_go(handover.children.keys() - known.keys())
             self._save()
 
     def _resume(self, child: Child) -> None:
@@ -172,190 +143,12 @@ class Keeper:
         if child.slot is not None:
             child.slot.spawned(process, "adopted")
         else:
-            self._journal.append("process", "adopted", _about(child, process.pid, process.start_ticks))
+            self._journal.append("process", "adopted", facts_of(child, process.pid, process.start_ticks))
         say(f"adopted {child.name}, pid {process.pid}", child.context)
         if child.role in STORING_ROLES:
             process.send_signal(signal.SIGHUP)
 
-    def _child(self, spec: ChildSpec, handover: Handover | None) -> Child:
-        slot = Slot(spec, self._journal) if spec.role == "engine" else None
-        handed = handover.children.get(spec.name) if handover else None
-        socket = NotifySocket(self.state.notify_path(spec.name), handed["notify"] if handed else None)
-        child = Child(spec, self.loop, socket, slot)
-        if handed is not None:
-            child.take_back(handed)
-        child.listen(self._on_ready)
-        return child
-
-    # Starting
-
-    def _start(self, child: Child) -> None:
-        child.cancel_timer()
-        if child.name in self._residents and any(it.slot.is_open for it in self.children if it.slot):
-            # Its imports would compete with a start that somebody waits for.
-            child.state, child.timer = "waiting", self.loop.after(HOLD_S, lambda: self._start(child))
-            return
-        child.state, child.starts, child.adopted, child.ordered = "starting", child.starts + 1, False, False
-        if child.slot is not None:
-            child.slot.start(self._holds_weights())
-        try:
-            context = child.slot.context if child.slot else self._journal.context
-            environment = self.spec.environment(child.spec, context, self.state.notify_path(child.name))
-            process = child.fork(environment, self._output_dir, self.open_files)
-        except OSError as error:  # no room for another process, descriptor or file
-            child.error = f"cannot start: {error}"
-            say(f"{child.name} {child.error}", child.context)
-            if child.slot is not None:
-                child.slot.not_started(child.error)
-            self._next(child, at_least_s=1.0)
-            return
-        self._save()
-        if child.slot is not None:
-            child.slot.spawned(process, **child.how)
-        else:
-            self._journal.append("process", "spawned", _about(child, process.pid, process.start_ticks))
-        assert child.launch is not None
-        self.loop.watch(child.launch, lambda: self._on_exec(child))
-        self.loop.watch(process, lambda: self._on_exit(child))
-        child.launch.go()
-
-    def _holds_weights(self) -> bool | None:
-        """Whether weights are in keeping here; None where no weight cache is this keeper's child."""
-        daemons = [child for child in self.children if child.role == "daemon"]
-        return any(child.store.holds(ARENA) for child in daemons) if daemons else None
-
-    def _on_exec(self, child: Child) -> None:
-        assert child.launch is not None
-        failure = child.launch.outcome()
-        self.loop.unwatch(child.launch)
-        child.launch.close()
-        child.launch = None
-        if failure is not None:
-            child.error = f"cannot execute {child.spec.argv[0]}: {failure.strerror}"
-            return
-        if child.slot is not None:
-            child.slot.end("spawn")
-        if child.state == "starting":
-            child.state = "running"
-
-    def _on_ready(self, child: Child) -> None:
-        first, child.ready = not child.ready, True
-        if child.slot is not None and self.spec.closes_episodes:
-            child.slot.ready()
-        if first and child.adopted and child.role in STORING_ROLES and child.process is not None:
-            child.process.send_signal(signal.SIGHUP)  # the one at adoption came before it could hear
-        self._save()
-
-    # Ending
-
-    def _on_exit(self, child: Child) -> None:
-        at_ns = boottime_ns()
-        process = child.process
-        assert process is not None
-        self.loop.unwatch(process)
-        child.hear()  # what it stored before it died
-        if child.launch is not None:
-            self._on_exec(child)
-        self._ended(child, process.pid, process.start_ticks, at_ns)
-
-    def _ended(self, child: Child, pid: int, ticks: int, at_ns: int) -> None:
-        """A child's process has ended; the rest of its session must follow before another can start."""
-        child.state = "ending"
-        child.cancel_timer()
-        if child.slot is not None:
-            child.litter.note(pid)
-        SessionEnd(self.loop, pid, ticks, lambda stuck: self._cleared(child, stuck))
-        status = child.process.reap() if child.process else Exit(None, None)
-        child.last_exit = status
-        if child.process is not None:
-            child.process.close()
-            child.process = None
-        say(f"{child.name}, pid {pid}, ended {child.error or status}", child.context)
-        if child.slot is not None:
-            ordered = child.ordered or self._stages is not None
-            child.slot.exited(pid, ticks, status, at_ns, ordered=ordered, error=child.error)
-        else:
-            about = {**_about(child, pid, ticks), "exit_code": status.code, "signal": status.signal}
-            self._journal.append("process", "exited", about, at_ns=at_ns)
-        if child.output is not None:
-            child.output.keep_tail()
-
-    def _cleared(self, child: Child, stuck: int) -> None:
-        child.leader = None
-        if stuck:
-            say(f"{child.name}: {stuck} of its processes do not die; going on without waiting for them", child.context)
-        if self.spec.foreground:
-            self._echo()
-        self._next(child)
-        if removed := child.litter.clear():  # not before the start that somebody waits for
-            say(f"removed shared memory that {child.name} left behind: {', '.join(removed)}")
-        if self._stages is not None:
-            self._stop_next()
-
-    def _next(self, child: Child, *, at_least_s: float = 0.0) -> None:
-        """Decide what follows the end of a child: nothing, or another start after a pause."""
-        slot = child.slot
-        if self._stages is not None or (child.ordered and not child.resumes):
-            child.state = "stopped"
-        elif child.ordered:
-            self._start(child)
-        elif slot is None:
-            self._start_after(child, max(at_least_s, child.pause_s()))
-        elif slot.hopeless:
-            self._give_up(child)
-        else:
-            slot.end("detect")
-            pause = max(at_least_s, slot.backoff_s())
-            if pause:
-                slot.begin("backoff")
-            self._start_after(child, pause)
-        self._save()
-
-    def _start_after(self, child: Child, seconds: float) -> None:
-        if not seconds:
-            self._start(child)
-            return
-        child.state = "waiting"
-        child.next_start = time.monotonic() + seconds
-
-        def due() -> None:
-            if child.slot is not None:
-                child.slot.end("backoff")
-            self._start(child)
-
-        child.timer = self.loop.after(seconds, due)
-
-    def _give_up(self, child: Child) -> None:
-        slot = child.slot
-        assert slot is not None
-        child.state = "failed"
-        lines = b"".join(child.output.tail(LAST_LINES) if child.output else []).decode(errors="replace").rstrip()
-        last = f"; the last lines of {child.output.path if child.output else ''}:\n{lines}" if lines else " in silence"
-        why = f"{slot.why_hopeless(child.last_exit)}. It ended {child.error or child.last_exit}"
-        say(f"{child.name} is given up: {why}{last}", child.context)
-        slot.abandon("restarts_exhausted" if child.last_exit.code != os.EX_CONFIG else "configuration")
-        if self.spec.foreground:
-            self._failed = True
-            self._stop()
-
-    def _end(self, child: Child, *, resumes: bool) -> None:
-        """Tell a child to end, and, if it resumes, start it again then."""
-        told, child.ordered, child.resumes = child.ordered, True, resumes
-        if child.process is None:
-            child.cancel_timer()
-            if child.state != "ending":
-                self._next(child)
-            return
-        if told:
-            return
-        child.state = "ending"
-        child.process.terminate_group()
-        child.timer = self.loop.after(child.spec.stop_s, lambda: self._kill(child))
-
-    def _kill(self, child: Child) -> None:
-        if child.process is not None:
-            say(f"{child.name} has not ended after SIGTERM and is killed", child.context)
-            child.process.send_signal(signal.SIGKILL)
+    # Leaving
 
     def _on_signal(self, number: int) -> None:
         self._interrupts += number == signal.SIGINT
@@ -370,23 +163,7 @@ class Keeper:
     def _stop(self) -> None:
         if self.succession is not None:
             self.succession.fail("it is stopping")
-        self._manager.stopping()
-        for child in self.children:
-            if child.slot is not None:
-                child.slot.abandon("stopped")
-        self._stages = list(STOP_ORDER)
-        self._stop_next()
-
-    def _stop_next(self) -> None:
-        """End the children stage by stage; called again whenever one has ended."""
-        while self._stages:
-            stage = [child for child in self.children if child.role == self._stages[0] and not child.at_rest]
-            for child in stage:
-                self._end(child, resumes=False)
-            if any(not child.at_rest for child in stage):
-                return
-            self._stages.pop(0)
-        self.loop.stop()
+        super()._stop()
 
     def _leave(self) -> None:
         """Leave nothing behind."""
@@ -463,24 +240,9 @@ class Keeper:
             ours = [child.process.pid for child in self.children if child.process]
             reap_strangers([*ours, self.succession.trial.pid] if self.succession else ours)
 
-    def _echo(self) -> None:
-        for child in self.children:
-            if child.slot is not None and child.output is not None:
-                child.output.show(1)
-
     def _repeat(self, seconds: float, callback: Callable[[], None]) -> None:
         def again() -> None:
             callback()
             self.loop.after(seconds, again)
 
         self.loop.after(seconds, again)
-
-    def _save(self) -> None:
-        try:
-            self.state.save(self.spec.node, [child.record() for child in self.children])
-        except OSError as error:
-            say(f"a successor would not know of the present children: {error}")
-
-
-def _about(child: Child, pid: int, start_ticks: int) -> dict[str, Any]:
-    return {"process": child.role, "pid": pid, "start_ticks": start_ticks}

@@ -55,6 +55,17 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def inheritable(pid: int) -> list[str]:
+    """A process's descriptors that its children would inherit, but for its standard streams."""
+    close_on_exec = 0o2000000
+    found = []
+    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
+        flags = next(line.split()[1] for line in info.read_text().splitlines() if line.startswith("flags:"))
+        if int(info.name) > 2 and not int(flags, 8) & close_on_exec:
+            found.append(os.readlink(f"/proc/{pid}/fd/{info.name}"))
+    return found
+
+
 def test_another_release_takes_over_everything(node: Node, release: Path) -> None:
     node.add("daemon", "d", "stores", role="daemon")
     node.add("a", "a", "worker")
@@ -137,7 +148,10 @@ def test_the_next_release_may_have_an_interpreter_of_its_own(node: Node) -> None
 def test_another_spec_counts_from_then_on(node: Node) -> None:
     for name in "ab":
         node.add(name, name)
-    node.start()
+    node.add("d", "d", "crash", backoff_s=[1000])
+    node.add("e", "e", "bad-settings")
+    keeper = node.start()
+    wait_for(lambda: node.child("d").get("state") == "waiting" and node.child("e").get("state") == "failed")
     pids = {name: node.report(name)["pid"] for name in "ab"}
     node.children = []
     node.add("a", "a", "worker")
@@ -150,7 +164,13 @@ def test_another_spec_counts_from_then_on(node: Node) -> None:
     node.order("a", "config_change")
     assert node.report("a", 2)["worker"]
     outcomes = {it.slot: it.outcome for it in node.replay().episodes}
-    assert outcomes["b"] == "abandoned"
+    assert outcomes["b"] == outcomes["d"] == outcomes["e"] == "abandoned"
+    assert [event.attributes["pid"] for event in node.events("WHERE slot = 'd' AND name = 'spawned'")] == [
+        node.report("d")["pid"]
+    ], "what waited is not started once more"
+    reexec(node)
+    assert [child["name"] for child in node.state()["children"]] == ["a", "c"]
+    assert not any(inheritable(keeper.pid)), "no child could get what is none of its business"
 
 
 def test_what_dies_meanwhile_is_found(node: Node) -> None:
