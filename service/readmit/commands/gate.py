@@ -50,6 +50,8 @@ def command(
         bool, typer.Option("--eject-last", help="Eject for wrong answers even when no other slot is ready.")
     ] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="More requests at a time are answered 429.")] = 512,
+    max_wait: Annotated[float, typer.Option(min=0, help="Seconds that requests may wait for a slot to be ready.")] = 0,
+    max_queue: Annotated[int, typer.Option(min=1, help="How many requests may wait for one.")] = 64,
     verify_interval: Annotated[float, typer.Option(help="Seconds between verifications of an idle slot.")] = 10.0,
     probe_limit: Annotated[
         float, typer.Option(help="Seconds after which an answer to a golden question is late.")
@@ -90,6 +92,8 @@ def command(
         unverified_ok=unverified_ok,
         eject_last=eject_last,
         max_in_flight=max_in_flight,
+        max_wait_s=max_wait,
+        max_queue=max_queue,
         verify_interval_s=verify_interval,
         probe_limit_s=probe_limit,
         hang_limit_s=hang_limit,

@@ -15,6 +15,7 @@ from readmit.gate import cost, foresight
 from readmit.gate.chronicle import Chronicle
 from readmit.gate.cost import Cost
 from readmit.gate.foresight import NextStart
+from readmit.gate.hold import Hold
 from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
 from readmit.gate.outlook import Outlook
@@ -64,6 +65,7 @@ class Gate:
             Slot(slot.name, slot.url, (self._journal, self.metrics.transition, self._follow)) for slot in settings.slots
         ]
         self.succession = Succession(self.slots, self.chronicle, self._prove)
+        self.hold = Hold(settings.max_wait_s, settings.max_queue)
         self.overrides = Overrides(self.chronicle)
         self._remedies = Remedies(settings.runtime_dir, settings.cache_socket)
         self._verifier = Verifier(self.probes, settings.unverified_ok, settings.probe_headers)
@@ -364,6 +366,7 @@ class Gate:
 
     def _follow(self, step: Transition) -> None:
         self.succession.follow(step)
+        self.hold.follow(step)
         if step.slot.ready:
             self._opened.set()
         elif step.state in ("starting", "loading"):

@@ -9,7 +9,7 @@ import asyncio
 import errno
 import json
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
 
@@ -21,8 +21,7 @@ from readmit.gate.gate import Gate
 from readmit.gate.problem import Problem
 from readmit.gate.slots import Lease, Slot
 from readmit.gate.trace import Trace
-
-Headers = list[tuple[bytes, bytes]]
+from readmit.gate.upload import Headers, Upload, header_of
 
 HOP_BY_HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding"
@@ -79,35 +78,48 @@ class Proxy:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1011})
             return
-        trace = Trace.continued(_header(scope["headers"], b"traceparent"))
+        trace = Trace.continued(header_of(scope["headers"], b"traceparent"))
         outcome = await self._answer(scope, receive, send, trace)
         self.gate.metrics.requests.labels(outcome).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: Trace) -> str:
         tried: list[Slot] = []
-        while (refusal := self.gate.refusal(trace.trace_id)) is None:
-            slot = self.gate.choose(tried)
+        failed: _NotTaken | None = None
+        upload = Upload(scope, receive)
+        deadline = asyncio.get_running_loop().time() + self.gate.hold.max_wait_s
+        while True:
+            refusal = self.gate.refusal(trace.trace_id)
+            slot = self.gate.choose(tried) if refusal is None else None
             if slot is None:
+                if await self.gate.hold.wait(refusal and refusal.problem, deadline):
+                    tried.clear()
+                    continue
                 break
             try:
                 pool = await self.pool(slot)
                 pool.users += 1
                 try:
                     with self.gate.carrying(slot):
-                        return await _Exchange(self.gate, slot, pool.session, scope, receive, send, trace).run()
+                        return await _Exchange(self.gate, slot, pool.session, scope, upload, send, trace).run()
                 finally:
                     await pool.leave()
             except _NotTaken as error:
-                # Not a byte has left the client's request: another slot may have it.
+                # Not a byte has left the client's request, or it may be repeated: another slot may have it.
                 tried.append(slot)
+                failed = error
                 if error.refused:
                     self.gate.refused(slot)
                 else:
                     self.gate.doubt(slot)
-        problem = refusal.problem if refusal is not None else self.gate.no_connection(trace.trace_id)
+        if failed is not None and failed.problem is not None:
+            problem, outcome = failed.problem, "engine_died"
+        elif refusal is not None:
+            problem, outcome = refusal.problem, "engine_refused" if tried else refusal.outcome
+        else:
+            problem, outcome = self.gate.no_connection(trace.trace_id), "engine_refused"
         unready = [IMMEDIATE_FAIL] if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else []
         await problem.send(send, scope["path"], [_traceresponse(trace), *unready])
-        return "engine_refused" if tried or refusal is None else refusal.outcome
+        return outcome
 
     async def pool(self, slot: Slot) -> "_Pool":
         """The connections to a slot's engine: new ones with every lease, so that only who holds it answers."""
@@ -156,7 +168,7 @@ class _Exchange:
         slot: Slot,
         session: aiohttp.ClientSession,
         scope: Scope,
-        receive: Receive,
+        upload: Upload,
         send: Send,
         trace: Trace,
     ) -> None:
@@ -165,7 +177,7 @@ class _Exchange:
         self._slot = slot
         self._session = session
         self._scope = scope
-        self._upload = _Upload(scope["headers"], receive)
+        self._upload = upload
         self._send = send
         self._trace = trace
         self._begun: Headers | None = None
@@ -180,7 +192,7 @@ class _Exchange:
             How it ended.
 
         Raises:
-            _NotTaken: the engine took no connection.
+            _NotTaken: the engine took no connection, or gave no answer to what may be asked again.
         """
         carried = asyncio.create_task(self._carry())
         disconnected = asyncio.create_task(self._upload.disconnected())
@@ -218,7 +230,10 @@ class _Exchange:
         except (aiohttp.ClientError, OSError) as error:
             gate.doubt(self._slot)
             detail = f"The engine broke off before it had answered ({type(error).__name__})."
-            await self._fail(Problem(502, "engine-died", f"{detail} The request may have been worked on."))
+            problem = Problem(502, "engine-died", f"{detail} The request may have been worked on.")
+            if self._upload.repeatable:
+                raise _NotTaken(refused=False, problem=problem) from error
+            await self._fail(problem)
             return "engine_died"
         gate.metrics.first_byte.observe(time.monotonic() - began)
         try:
@@ -277,56 +292,31 @@ class _Exchange:
             problem = Problem(502, "engine-ejected", f"{what} in the middle of this response.")
             await self._cut_off(self._begun, problem)
             return "cut_off"
-        detail = f"{what} before it had answered. The request may have been worked on."
-        await self._fail(Problem(502, "engine-ejected", detail))
+        problem = Problem(502, "engine-ejected", f"{what} before it had answered. The request may have been worked on.")
+        if self._upload.repeatable:
+            raise _NotTaken(refused=False, problem=problem)
+        await self._fail(problem)
         return "engine_died"
 
     async def _cut_off(self, headers: Headers, problem: Problem) -> None:
         """Say so in an event stream. Whatever it is, it stays unfinished, so that the server breaks the connection."""
-        stream = (_header(headers, b"content-type") or b"").startswith(b"text/event-stream")
-        if stream and _header(headers, b"content-length") is None and _header(headers, b"content-encoding") is None:
+        stream = (header_of(headers, b"content-type") or b"").startswith(b"text/event-stream")
+        if stream and header_of(headers, b"content-length") is None and header_of(headers, b"content-encoding") is None:
             event = b"event: error\ndata: " + json.dumps({"error": problem.error}).encode() + b"\n\n"
             await self._send(_body(event if self._tail in (b"\n\n", b"") else b"\n\n" + event, more=True))
 
 
-class _Upload:
-    """The request's body on its way to the engine, and the client's end of the connection."""
-
-    def __init__(self, headers: Headers, receive: Receive) -> None:
-        length = _header(headers, b"content-length")
-        self.expected = _header(headers, b"transfer-encoding") is not None or length not in (None, b"0")
-        self._receive = receive
-        self._gone = False
-        self._read = asyncio.Event()
-        if not self.expected:
-            self._read.set()
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as the client sends it."""
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self._gone = True
-                self._read.set()
-                await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
-            if chunk := message.get("body", b""):
-                yield chunk
-            more = message.get("more_body", False)
-        self._read.set()
-
-    async def disconnected(self) -> None:
-        """Wait until the client has gone."""
-        await self._read.wait()
-        while not self._gone:
-            self._gone = (await self._receive())["type"] == "http.disconnect"
-
-
 class _NotTaken(Exception):
-    """The engine took no connection. ``refused`` is False where it, or this machine, only had no room for one."""
+    """Another slot may have the request.
 
-    def __init__(self, *, refused: bool) -> None:
+    Args:
+        refused: whether the engine refused the connection; False where it, or this machine, only had no room for one.
+        problem: what the client is told where there is no other slot, if this engine may have worked on the request.
+    """
+
+    def __init__(self, *, refused: bool, problem: Problem | None = None) -> None:
         self.refused = refused
+        self.problem = problem
         super().__init__(refused)
 
 
@@ -335,10 +325,6 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     pairs = list(headers)
     named = {token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")}
     return [(name, value) for name, value in pairs if name not in HOP_BY_HOP and name not in named]
-
-
-def _header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    return next((value for name, value in headers if name == wanted), None)
 
 
 def _traceresponse(trace: Trace) -> tuple[bytes, bytes]:

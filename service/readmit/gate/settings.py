@@ -58,6 +58,8 @@ class GateSettings:
         explain_refusals: say in a 503 what the golden questions found. Anybody who is refused then learns them.
         retry_after_s: what ``Retry-After`` says where history says nothing.
         max_in_flight: more requests at a time than this are answered 429.
+        max_wait_s: while no slot is ready a request may wait so long for one, unless history says that it takes longer.
+        max_queue: so many requests may wait; others are refused at once.
         probe_limit_s: an answer to a golden question is late after this; from a ready engine already after
             `hang_limit_s`, if that is shorter.
         verify_interval_s: between two verifications of an idle slot that is ready.
@@ -92,6 +94,8 @@ class GateSettings:
     explain_refusals: bool = False
     retry_after_s: int = 5
     max_in_flight: int = 512
+    max_wait_s: float = 0.0
+    max_queue: int = 64
     probe_limit_s: float = 10.0
     verify_interval_s: float = 10.0
     eject_wrong: int = 2

@@ -283,6 +283,49 @@ def test_a_dead_engine_hands_over_to_the_next_slot(options: list[str]) -> None:
         gate.until_state("suspect", "engine_exited", name=active)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_only_what_is_marked_safe_is_asked_again_of_the_next_slot(options: list[str], safe: bool) -> None:
+    engines = {"a": ScriptedEngine(), "b": ScriptedEngine()}
+    slots = [option for name, engine in engines.items() for option in ("--slot", f"{name}={engine.url}")]
+    gate = Gate(*slots, *options, "--verify-interval", "3600")
+    with ending(gate, *engines.values()), ThreadPoolExecutor(1) as client:
+        gate.until_state("ready", name="a")
+        gate.until_state("ready", name="b")
+        active = gate.client.get("/api/status").json()["serving"]
+        dying = engines.pop(active)
+        dying.tell(delay_s=3600)
+        headers = {"Idempotency-Key": "1"} if safe else {}
+        question = {"headers": headers, "content": b"x" * 1000, "timeout": 60}
+        running = client.submit(lambda: httpx.post(f"{gate.url}/v1/completions", **question))  # type: ignore[arg-type]
+        until(lambda: dying.tell()["completions"] == 2, "the engine to have it")
+        dying.end()
+        answer = running.result(60)
+        assert answer.status_code == (200 if safe else 502)
+        (other,) = engines.values()
+        assert [it["bytes"] for it in other.tell()["requests"]].count(1000) == (1 if safe else 0)
+
+
+def test_a_request_may_wait_for_a_slot_but_not_too_many(options: list[str]) -> None:
+    port = free_port()
+    gate = Gate("--slot", f"a=http://127.0.0.1:{port}", *options, "--max-wait", "60", "--max-queue", "1")
+    with ending(gate), ThreadPoolExecutor(2) as clients:
+        gate.until_state("starting")
+        both = [clients.submit(httpx.post, f"{gate.url}/v1/echo", content=b"body", timeout=60) for _ in range(2)]
+        (refused,) = until(lambda: [request for request in both if request.done()], "one to be refused")
+        assert refused.result().status_code == 503
+        engine = ScriptedEngine(port)
+        with ending(engine):
+            both.remove(refused)
+            answer = both[0].result(60)
+            assert (answer.status_code, answer.json()["body"]) == (201, "body")
+
+
+def test_a_request_does_not_wait_longer_than_it_may(options: list[str]) -> None:
+    gate = Gate("--slot", f"a=http://127.0.0.1:{free_port()}", *options, "--max-wait", "0.2")
+    with ending(gate):
+        assert gate.client.post("/v1/echo", content=b"body").json()["error"]["code"] == "not_ready"
+
+
 def test_more_requests_than_allowed_are_told_to_come_again(options: list[str]) -> None:
     engine = ScriptedEngine()
     gate = Gate("--slot", f"a={engine.url}", "--max-in-flight", "2", *options)

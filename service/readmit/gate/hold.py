@@ -1,0 +1,59 @@
+"""Requests that wait for a slot instead of being refused: briefly, and not many."""
+
+import asyncio
+from typing import Any
+
+from readmit.gate.problem import Problem
+from readmit.gate.slots import Transition
+
+
+class Hold:
+    """The waiting room of one gate.
+
+    Args:
+        max_wait_s: how long a request may wait; 0 for not at all.
+        max_queue: how many may wait at a time.
+    """
+
+    def __init__(self, max_wait_s: float, max_queue: int) -> None:
+        self.max_wait_s = max_wait_s
+        self._max_queue = max_queue
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def follow(self, step: Transition) -> None:
+        """Take in a slot's step: whoever waits may go on when one has become ready."""
+        if step.slot.ready:
+            for waiting in self._waiting:
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    def worth_it(self, facts: dict[str, Any]) -> bool:
+        """Whether the recovery that a refusal tells of may end in time, as far as its history says."""
+        expected, elapsed = facts.get("expected_s"), facts.get("elapsed_s") or 0.0
+        return expected is None or expected - elapsed <= self.max_wait_s
+
+    async def wait(self, problem: Problem | None, deadline: float) -> bool:
+        """Wait for a slot to become ready.
+
+        Args:
+            problem: what the request would be refused with, None where all slots that are ready have failed it.
+            deadline: by the event loop's clock.
+
+        Returns:
+            Whether one has; False at once where waiting makes no sense or the room is full.
+        """
+        loop = asyncio.get_running_loop()
+        if len(self._waiting) >= self._max_queue or loop.time() >= deadline:
+            return False
+        if problem is not None and (problem.kind != "not-ready" or not self.worth_it(problem.facts)):
+            return False
+        waiting: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(waiting)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiting
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.discard(waiting)
+        return True

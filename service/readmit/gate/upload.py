@@ -1,0 +1,71 @@
+"""A request's body on its way to the engine, and the client's end of the connection."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Final
+
+from starlette.types import Receive, Scope
+
+Headers = list[tuple[bytes, bytes]]
+
+SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
+"""Requests that may be repeated (RFC 9110, section 9.2.1)."""
+KEPT_BYTES: Final = 1 << 20
+"""How much of a body is kept to be sent again; a prompt of this length is a book."""
+
+
+class Upload:
+    """One request's body.
+
+    A request may be repeated if its method says so or its client does, with an ``Idempotency-Key``, and as long as its
+    body is short enough to be kept.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = scope["headers"]
+        length = header_of(headers, b"content-length")
+        self.expected = header_of(headers, b"transfer-encoding") is not None or length not in (None, b"0")
+        self.repeatable = scope["method"] in SAFE_METHODS or header_of(headers, b"idempotency-key") is not None
+        self._receive = receive
+        self._gone = False
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._more = self.expected
+        self._read = asyncio.Event()
+        if not self.expected:
+            self._read.set()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body, as the client sends it; from its beginning also when it has been read before."""
+        for chunk in tuple(self._kept):
+            yield chunk
+        while self._more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone = True
+                self._read.set()
+                await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
+            self._more = message.get("more_body", False)
+            if chunk := message.get("body", b""):
+                self._keep(chunk)
+                yield chunk
+        self._read.set()
+
+    def _keep(self, chunk: bytes) -> None:
+        self._kept_bytes += len(chunk)
+        if self.repeatable and self._kept_bytes <= KEPT_BYTES:
+            self._kept.append(chunk)
+        else:
+            self.repeatable = False
+            self._kept.clear()
+
+    async def disconnected(self) -> None:
+        """Wait until the client has gone."""
+        await self._read.wait()
+        while not self._gone:
+            self._gone = (await self._receive())["type"] == "http.disconnect"
+
+
+def header_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    """The value of a header, its name in lower case; None where there is none."""
+    return next((value for name, value in headers if name == wanted), None)
