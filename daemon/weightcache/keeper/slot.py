@@ -79,6 +79,8 @@ class Slot:
         """Times, boottime in nanoseconds, of this episode's unplanned ends of the engine."""
         self._over = True
         self._opened_ns, self._opened_boot = 0, boot_id()
+        self._opened_after = 0
+        """An event id below all of the episode's: no recovery waits for a search through all before it."""
 
     @property
     def context(self) -> Context:
@@ -93,7 +95,10 @@ class Slot:
         if opened is not None and opened.boot_id == boot_id() and opened.boottime_ns > self._opened_ns:
             self._take_up(opened)
         if not self._over:
-            self._over = self._find("kind = 'episode_close' AND episode = ?", self.episode) is not None
+            self._over = (
+                self._find("kind = 'episode_close' AND episode = ? AND id > ?", self.episode, self._opened_after)
+                is not None
+            )
         return not self._over
 
     def resume(self) -> None:
@@ -103,12 +108,13 @@ class Slot:
         if opened is None:
             return
         self._take_up(opened)
-        started = self._find("kind = 'attempt_start' AND episode = ?", self.episode)
+        started = self._find("kind = 'attempt_start' AND episode = ? AND id > ?", self.episode, self._opened_after)
         self.attempt = started.attempt or 0 if started else 0
         fault = opened.attributes.get("fault_boottime_ns")
         if fault is not None and opened.attributes.get("cause") in ("crash", "oom_kill"):
             self._faults.append(fault)
-        ends = self._all("kind = 'attempt_end' AND episode = ? AND name = 'crashed'", self.episode)
+        ended = "kind = 'attempt_end' AND episode = ? AND name = 'crashed' AND id > ?"
+        ends = self._all(ended, self.episode, self._opened_after)
         self._faults += [event.boottime_ns for event in ends if event.boot_id == boot_id()]
 
     def hand_over(self) -> dict[str, Any]:
@@ -142,7 +148,7 @@ class Slot:
             last = self._find("kind = 'process'")
             # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
             rebooted = last is not None and last.boot_id != boot_id() and last.name != "exited"
-            lost_ns = self._boot_lost_ns()
+            lost_ns = self._boot_lost_ns() if rebooted else None
         if rebooted and lost_ns is not None:
             self._open("node_reboot", None, "last_event", fault_wall_ns=lost_ns)
         else:
@@ -258,6 +264,7 @@ class Slot:
     def _take_up(self, opened: Event) -> None:
         self.episode, self.attempt = opened.episode, 0
         self._opened_ns, self._opened_boot = opened.boottime_ns, opened.boot_id
+        self._opened_after = opened.id - 1
         self._faults, self._over = [], False
 
     def _end_with_boot(self) -> int | None:
@@ -281,6 +288,7 @@ class Slot:
     def _open(self, cause: str, fault_ns: int | None, clock: str, **evidence: Any) -> None:
         previous, self.episode, self.attempt = self.episode, new_episode_id(), 0
         self._opened_ns, self._opened_boot = boottime_ns(), boot_id()
+        self._opened_after = self._last_id()
         self._faults, self._over = [], False
         fault = {} if fault_ns is None else {"fault_boottime_ns": fault_ns}
         about = {"cause": cause, **fault, "fault_clock": clock, "previous": previous, **evidence}
@@ -292,8 +300,8 @@ class Slot:
 
     def _end_attempt(self, outcome: str, *, at_ns: int | None = None, **about: Any) -> bool:
         """End the present attempt; False if there is none, or somebody has ended it already."""
-        condition = "kind = 'attempt_end' AND episode = ? AND attempt = ?"
-        if not self.attempt or self._find(condition, self.episode, self.attempt) is not None:
+        condition = "kind = 'attempt_end' AND episode = ? AND attempt = ? AND id > ?"
+        if not self.attempt or self._find(condition, self.episode, self.attempt, self._opened_after) is not None:
             return False
         self._append("attempt_end", outcome, about, at_ns=at_ns)
         return True
@@ -328,6 +336,13 @@ class Slot:
             self._journal.merge_spools()
         except (sqlite3.Error, OSError, ConfigError) as error:
             say(f"events wait outside the journal: {error}")
+
+    def _last_id(self) -> int:
+        try:
+            return self._journal.last_id()
+        except (sqlite3.Error, ConfigError) as error:
+            say(f"the journal cannot be read: {error}")
+            return 0
 
     def _find(self, condition: str, *values: object) -> Event | None:
         events = self._all(f"{condition} ORDER BY id DESC LIMIT 1", *values)
