@@ -196,6 +196,8 @@ def attaches(folder: Path, turns: int) -> dict[str, float]:
                     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(64)))
                 journal = Journal(journal_path if journaled else None, Context("node", "a", "e" * 32, 1, 0))
 
+                journal.append("clock")  # an engine has marked other phases before it comes to its weights
+
                 def load() -> None:
                     model.to_empty(device="cpu")  # noqa: B023 - used within this turn of the loop
 
