@@ -24,7 +24,7 @@ from gate_parts.takeover import Drill, verdict
 from gate_parts.traffic import Traffic
 
 WATCHED: Final = ("gate", "daemon", "keeper")
-PAUSE_S: Final = 0.2
+PAUSE_S: Final = 0.5
 """Between two requests: some traffic, not load."""
 GROWTH_MIB: Final = 4.0
 """What memory may differ by between the beginning and the end: an allocator gives nothing back at once."""

@@ -16,7 +16,7 @@ from readmit.probes import Expectation, Probe, ProbeSet
 
 PAUSE_S = 0.02
 IDLE = 500
-PUSHING = 64
+PUSHING = 32
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ from weightcache.version import VERSION
 PROMPT = "The capital of France is"
 RIGHT = " Paris"
 VERIFY_S = 2.0
-HANG_S = 3.0
+HANG_S = 5.0
 
 
 class Node:
