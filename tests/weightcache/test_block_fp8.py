@@ -52,9 +52,9 @@ def dequantised(folder: Path) -> torch.nn.Module:
     }
     config = AutoConfig.from_pretrained(folder)
     del config.quantization_config
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.load_state_dict(plain)
-    return model
+    kind = type(AutoModelForCausalLM.from_config(config))
+    model: torch.nn.Module = kind.from_pretrained(None, config=config, state_dict=plain, dtype=torch.bfloat16)
+    return model.eval()
 
 
 def test_a_hit_holds_the_stored_bytes_and_answers_exactly(cache: Cache, tmp_path: Path) -> None:
@@ -124,14 +124,46 @@ def test_a_scale_that_is_no_number_is_never_published(cache: Cache, tmp_path: Pa
     assert refused(folder, cache).data["tensor"] == name
 
 
-def test_experts_in_one_tensor_are_not_shared(cache: Cache, tmp_path: Path) -> None:
-    folder = checkpoints.plain(
-        tmp_path / "t",
+def mixture(folder: Path, width: int) -> Path:
+    """A mixture of two experts, whose files hold each expert's layers by themselves and the model in one tensor."""
+    shards = checkpoints.decoder(quantized=True)
+    hidden = checkpoints.HIDDEN
+    for number, shard in enumerate(checkpoints.SHARDS):
+        block = f"model.layers.{number}.block_sparse_moe"
+        tensors = {name: it for name, it in shards[shard].items() if ".mlp." not in name}
+        tensors |= checkpoints.linear(f"{block}.gate", 2, hidden)
+        for expert in range(2):
+            for part, (rows, columns) in {"w1": (width, hidden), "w2": (hidden, width), "w3": (width, hidden)}.items():
+                tensors |= checkpoints.linear(f"{block}.experts.{expert}.{part}", rows, columns, quantized=True)
+        shards[shard] = tensors
+    settings = checkpoints.config(
         model_type="mixtral",
         architectures=["MixtralForCausalLM"],
         num_local_experts=2,
+        intermediate_size=width,
         quantization_config=checkpoints.fp8_config(),
     )
-    with pytest.raises(UnsupportedQuantForIPCError, match="experts") as caught:
-        from_pretrained(Folder.open(folder), mode="daemon", socket=cache.socket)
+    return checkpoints.write(folder, shards, settings)
+
+
+def test_experts_stay_fp8_too_and_answer_exactly(cache: Cache, tmp_path: Path) -> None:
+    folder = mixture(tmp_path / "t", 512)
+    from_pretrained(folder, mode="client", socket=cache.socket)
+    model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, policies=FAIL)
+    assert outcome.path == "hit"
+    experts = model.model.layers[1].mlp.experts
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == torch.float8_e4m3fn
+    assert experts.gate_up_proj_scale_inv.shape == (2, 8, 2)
+    assert logits(model).equal(logits(dequantised(folder)))
+    assert experts.gate_up_proj.dtype == torch.float8_e4m3fn, "and stay so"
+    ranks = [from_pretrained(folder, tp_size=2, tp_rank=rank)[0].model.layers[1].mlp.experts for rank in range(2)]
+    halves = [torch.cat([it.gate_up_proj.view(torch.uint8).chunk(2, 1)[half] for it in ranks], 1) for half in range(2)]
+    assert torch.cat(halves, 1).equal(experts.gate_up_proj.view(torch.uint8))
+    assert torch.cat([it.down_proj_scale_inv for it in ranks], 2).equal(experts.down_proj_scale_inv)
+
+
+def test_experts_whose_halves_share_a_block_are_not_shared(cache: Cache, tmp_path: Path) -> None:
+    folder = Folder.open(mixture(tmp_path / "t", 192))
+    with pytest.raises(UnsupportedQuantForIPCError, match="gate_up_proj") as caught:
+        from_pretrained(folder, mode="daemon", socket=cache.socket)
     assert caught.value.detail == "other"

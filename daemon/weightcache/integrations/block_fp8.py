@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from weightcache.block_scale import Block, dequantize, scale_shape
+from weightcache.block_scale import SUFFIX, Block, dequantize, scale_shape
 from weightcache.skip_list import SkipList
 
 _FP8 = torch.float8_e4m3fn
@@ -53,14 +53,44 @@ def store_in_fp8(model: Any, block: Block, skipped: SkipList) -> None:
             continue
         if type(module) is nn.Linear:
             model.set_submodule(name, BlockFP8Linear(module, block))
+        elif fused := _fused(name, module):
+            _store_experts(module, block, fused)
 
 
-def has_fused_experts(model: Any) -> bool:
-    """Whether a model holds experts in one tensor for all of them, for which there is no layer here."""
-    return any(
-        name.endswith(".experts") and any(it.dim() == 3 for it in module.parameters(recurse=False))
-        for name, module in model.named_modules()
-    )
+def experts_that_do_not_fit(model: Any, block: Block) -> str | None:
+    """The name of experts, one tensor for all of them, whose halves (gate and up) would share a block; None if none."""
+    for name, module in model.named_modules():
+        for key, it in _fused(name, module):
+            if key.startswith("gate_up") and it.shape[-2] // 2 % block[0]:
+                return f"{name}.{key}"
+    return None
+
+
+def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module of experts that hold one layer of all of them: ``experts x rows x columns``."""
+    own = module.named_parameters(recurse=False) if name.endswith(".experts") else ()
+    return [(key, it) for key, it in own if it.dim() == 3]
+
+
+def _store_experts(experts: nn.Module, block: Block, fused: list[tuple[str, nn.Parameter]]) -> None:
+    """Have experts hold FP8, and dequantise all of a layer for each call."""
+    for key, it in fused:
+        experts.register_parameter(key, _parameter(tuple(it.shape), _FP8))
+        experts.register_parameter(f"{key}{SUFFIX}", _parameter(scale_shape(tuple(it.shape), block), torch.float32))
+    plain: Any = type(experts)
+    keys = [key for key, _ in fused]
+
+    def forward(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        stored = {key: self._parameters[key] for key in keys}
+        try:
+            for key, weight in stored.items():
+                scales = self._parameters[f"{key}{SUFFIX}"]
+                self._parameters[key] = dequantize(weight, scales, block, hidden_states.dtype)
+            return plain.forward(self, hidden_states, *rest, **named)
+        finally:
+            self._parameters.update(stored)
+
+    experts.__class__ = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

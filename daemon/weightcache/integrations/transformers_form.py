@@ -4,16 +4,18 @@ A model takes its form on the meta device, before anything is loaded or mapped, 
 have the same tensors. It is known from the config alone: on a hit no weight file is opened.
 """
 
+import re
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from weightcache.binding import walk
+from weightcache.block_scale import SUFFIX
 from weightcache.checkpoint import DTYPES, Checkpoint, Folder, TensorInfo
 from weightcache.checkpoint.refusal import refusal
 from weightcache.errors import ConfigError
-from weightcache.integrations.block_fp8 import has_fused_experts, store_in_fp8
+from weightcache.integrations.block_fp8 import experts_that_do_not_fit, store_in_fp8
 from weightcache.quantization import Quantization, Verdict
 from weightcache.quantization import of as quantization_of
 from weightcache.sharding import Plan, Target, plan_shards, plan_tensors
@@ -61,10 +63,11 @@ class Form(NamedTuple):
         return self
 
     def fitting(self, model: Any) -> "Form":
-        """The form that a model can take: FP8 experts that are one tensor are left to transformers, and not shared."""
-        if self._block is None or not has_fused_experts(model):
+        """The form that a model can take: what does not fit is left to transformers, and not shared."""
+        experts = experts_that_do_not_fit(model, self._block) if self._block else None
+        if experts is None:
             return self
-        verdict = Verdict("other", "the experts, one tensor for all of them", "experts in block-wise fp8")
+        verdict = Verdict("other", experts, "halves that end inside a block")
         return Form(self.quantization._replace(verdict=verdict), self.tp_size, self.tp_rank)._checked()
 
     @property
@@ -161,9 +164,25 @@ def _check_heads(model: Any, tp_size: int) -> None:
             )
 
 
+def conversions(model: Any) -> list[Any]:
+    """How transformers names and merges what is in files, and likewise the scales of what it merges."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    mapping: list[Any] = []
+    scales = [name for name, _ in model.named_parameters() if name.endswith(SUFFIX)]
+    for each in get_model_conversion_mapping(model, add_legacy=False):
+        mapping.append(each)
+        if isinstance(each, WeightConverter):
+            sources, targets = each._original_source_patterns, each._original_target_patterns
+            if any(re.search(f"{targets[0]}{SUFFIX}$", name) for name in scales):
+                with_scales = [f"{it}{SUFFIX}" for it in sources], [f"{it}{SUFFIX}" for it in targets]
+                mapping.append(each.copy(*with_scales, operations=list(each.operations)))
+    return mapping
+
+
 def _targets(model: Any, checkpoint: Checkpoint) -> dict[str, Target]:
     """What transformers makes of each tensor in the files."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         Concatenate,
         MergeModulelist,
@@ -172,7 +191,7 @@ def _targets(model: Any, checkpoint: Checkpoint) -> dict[str, Target]:
         rename_source_key,
     )
 
-    mapping = get_model_conversion_mapping(model)
+    mapping = conversions(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from weightcache.attachment import Progress
 from weightcache.block_scale import SUFFIX
@@ -20,7 +21,7 @@ from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.checkpoint.refusal import refusal
 from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
 from weightcache.identity import lookup, prove
-from weightcache.integrations.transformers_form import Form
+from weightcache.integrations.transformers_form import Form, conversions
 from weightcache.journal import Journal
 from weightcache.quantization import of as quantization_of
 
@@ -98,7 +99,7 @@ def load_model(
             path=checkpoint.path,
         )
     with journal.phase("load_weights.process"), telling(checkpoint.folder):
-        model, report = _class(type(like), form).from_pretrained(
+        model, report = _class(like, form).from_pretrained(
             None,
             config=_config(like, form),
             state_dict=tensors,
@@ -142,8 +143,9 @@ def _check_scales(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> No
         )
 
 
-def _class(plain: Any, form: Form) -> Any:
+def _class(like: Any, form: Form) -> Any:
     """The model's class, but of instances that take a form as they are made: transformers makes the one it loads."""
+    plain: Any = type(like)
     if form.is_whole_and_plain:
         return plain
 
@@ -151,7 +153,9 @@ def _class(plain: Any, form: Form) -> Any:
         plain.__init__(self, config)
         form.give(self)
 
-    return type(plain.__name__, (plain,), {"__init__": init, "__module__": plain.__module__})
+    name = f"{plain.__name__}InForm"
+    register_checkpoint_conversion_mapping(name, conversions(like), overwrite=True)
+    return type(name, (plain,), {"__init__": init, "__module__": plain.__module__})
 
 
 def _config(like: Any, form: Form) -> Any:
