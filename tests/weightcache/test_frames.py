@@ -1,12 +1,14 @@
 """Frames: descriptors beside messages, caps before allocation, and nothing but typed errors for whatever comes."""
 
 import array
+import ast
 import contextlib
 import os
 import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -224,3 +226,20 @@ def test_any_body_is_a_message_or_a_protocol_error(content: bytes) -> None:
 def test_any_header_is_a_length_within_the_cap_or_a_protocol_error(header: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         assert 0 <= body_length(header) <= MAX_BODY
+
+
+REBUILDS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing", "runpy"}
+ROOM = Path(messages.__file__).parent
+"""All of it but the engines' own side, and `preload`, which runs what its own command line names."""
+FILES = [file for file in sorted(ROOM.rglob("*.py")) if file.parent.name != "integrations" and file.stem != "preload"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda it: str(it.relative_to(ROOM)))
+def test_nothing_rebuilds_objects_or_runs_code_that_a_peer_names(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            assert not REBUILDS & {alias.name.partition(".")[0] for alias in node.names}, f"line {node.lineno}"
+        elif isinstance(node, ast.ImportFrom):
+            assert str(node.module).partition(".")[0] not in REBUILDS, f"line {node.lineno}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec", "compile", "__import__"), f"line {node.lineno}"
