@@ -193,7 +193,8 @@ class TestCollector:
             from weightcache.journal import Journal
             from weightcache.telemetry import Telemetry
             from tests.fixtures.story import recovery
-            residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
+            empty = {"generations": {}, "claims": [], "refused": {}}
+            residents = types.SimpleNamespace(capacity=None, resident_bytes=0, leases=0, **empty)
             journal = Journal(Path(sys.argv[1]), checkpoints=True)
             telemetry = Telemetry(journal, residents)
             telemetry.step()
