@@ -276,6 +276,7 @@ class Telemetry:
 
         The base is replayed from the events themselves, not taken from what runs: what goes was counted twice.
         """
+        self._prune_at = time.monotonic() + _PRUNE_ON_S  # also if it fails: what runs matters more
         now_ns = time.time_ns()
         recent_ns = now_ns - PROBES_KEPT_S * 1_000_000_000
         base = self._restored("base")
@@ -298,7 +299,8 @@ class Telemetry:
             last_episodes={slot.last.id for slot in slots if slot.last},
             slots=[slot.name for slot in slots],
         )
-        self._prune_at = time.monotonic() + (_PRUNE_ON_S if old == _PRUNED_EVENTS else _PRUNE_EVERY_S)
+        if old < _PRUNED_EVENTS:
+            self._prune_at = time.monotonic() + _PRUNE_EVERY_S
 
     def _salvage(self, error: sqlite3.Error) -> None:
         aside = self._journal.salvage(self._books.replay.position)
