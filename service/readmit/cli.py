@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "run": Entry("readmit.commands.run", "Keep one engine running."),
     "status": Entry("readmit.commands.status", "What runs here now."),
     "restart": Entry("readmit.commands.restart", "Restart a slot on purpose."),
+    "upgrade": Entry("readmit.commands.upgrade", "Replace every process by the installed release, under traffic."),
     "preempt": Entry("readmit.commands.preempt", "Have an engine yield its place, and come back."),
     "drain": Entry("readmit.commands.drain", "Send a slot's requests elsewhere, or take it back."),
     "drill": Entry("readmit.commands.drill", "Kill what serves, and measure the recoveries."),
