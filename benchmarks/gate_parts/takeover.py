@@ -2,7 +2,7 @@
 
 The clock starts with the fault. Where nothing can be known at once it starts when the gate's limits first allow a
 verdict: for a stopped engine when its first unanswered question is as old as the hang limit, for wrong answers with the
-second wrong answer to a golden question, until which nobody else asks.
+second wrong answer to a golden question, until which nobody else asks; for a closed port when somebody was refused.
 """
 
 import asyncio
@@ -103,9 +103,13 @@ class Drill:
     async def _allowed(self, fault: str, slot: str, at: int) -> int:
         """When the limits first allowed a takeover."""
         result, needed = {"sigstop": ("late", 1), "wrong_answer": ("wrong", 2)}.get(fault, ("", 0))
-        if not needed:
+        if fault == "closed_port":  # until somebody is refused, connections that are kept still serve
+            where, result, needed = "WHERE kind = 'slot_state' AND name = ?", "suspect", 1
+        elif not needed:
             return at
-        where = "WHERE kind = 'probe' AND name = ? AND slot = ? AND boottime_ns > ? ORDER BY id"
+        else:
+            where = "WHERE kind = 'probe' AND name = ?"
+        where += " AND slot = ? AND boottime_ns > ? ORDER BY id"
         found: list[Event] = []
 
         async def journaled() -> bool:
