@@ -112,9 +112,11 @@ def test_a_node_and_then_its_model_are_replaced_under_a_steady_client(pair: Pair
         worker = f"{sys.executable} {ATTACHING} 0 client {pair.folder / 'two'}"
         loaded = pair.readmit("cache", "load", "--command", worker)
         assert loaded.returncode == 0, loaded.stderr
+        before = client.counts["told"]
         done = pair.readmit("upgrade", "--only", "keeper", "--only", "engine")
         assert done.returncode == 0, done.stderr
         assert pair.replaced(second) == {"a", "b"}
+        assert client.counts["told"] == before, "one slot serves while the other is replaced"
     finally:
         counts = client.end()
     assert set(counts) <= {"right", "told"}, counts

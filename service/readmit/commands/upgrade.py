@@ -30,6 +30,8 @@ app = typer.Typer()
 
 DRAIN_LIMIT_S: Final = 60.0
 """How long requests of an engine that is to be restarted may take to end."""
+SETTLED: Final = ("ready", "draining", "stopped")
+"""States at the gate of slots that are not on their way to serve."""
 _LOOK_S: Final = 0.1
 
 
@@ -162,12 +164,22 @@ class Node:
         return None
 
     def _wait_for_rest(self) -> None:
-        """Wait until no slot is recovering: two that start at once would be one outage."""
+        """Wait until every slot that runs has been found right: with one on its way, the next would be an outage."""
         deadline = time.monotonic() + LIMIT_S
-        while open_ := self._replay().open_episodes:
+        while on_its_way := self._on_its_way():
             if time.monotonic() > deadline:
-                raise _stopped(f"slot {open_[0].slot} is still recovering", "readmit status shows what it does")
+                raise _stopped(f"slot {on_its_way} is not ready", "readmit status shows what it does")
             time.sleep(_LOOK_S)
+
+    def _on_its_way(self) -> str | None:
+        """A slot that recovers, or whose engine a gate that was replaced just now has yet to ask."""
+        if open_ := self._replay().open_episodes:
+            return open_[0].slot
+        try:
+            slots = order(self._where.runtime_dir, "GET", "/api/status")["slots"]
+        except ConfigError:  # no gate here
+            return None
+        return next((it["slot"] for it in slots if it["state"] not in SETTLED), None)
 
     def _replay(self) -> Replay:
         replay = Replay()
