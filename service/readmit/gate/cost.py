@@ -1,8 +1,8 @@
 """What an engine costs while it stands by: memory of its own, and the room for tokens that it keeps.
 
-Resident weights are shared: every engine that maps them shows them in its RSS, and none of them costs them again. What
-ending an engine would give back is its private memory (``Private_Clean`` + ``Private_Dirty`` of
-``/proc/PID/smaps_rollup``, see proc(5)), summed over its processes.
+Resident weights are shared: every engine that maps them shows them in its RSS, and none of them costs them again. Nor
+do they end with the last one, though the kernel then calls them private. What ending an engine would give back is its
+anonymous memory (``Pss_Anon`` of ``/proc/PID/smaps_rollup``, see proc(5)), summed over its processes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Cost:
 
     Attributes:
         private_bytes: memory that ends with it; None where the kernel does not let us see.
-        shared_bytes: memory that others map as well or may, resident weights among it.
+        shared_bytes: what it maps of files and of resident weights, and others do or may as well.
         kv_tokens: tokens that its KV cache has room for; None where the engine does not say.
     """
 
@@ -63,8 +63,8 @@ def memory_of(engine: Engine) -> tuple[int, int] | None:
             continue  # it has ended
         except PermissionError:
             return None
-        private += kib["Private_Clean"] + kib["Private_Dirty"]
-        shared += kib["Shared_Clean"] + kib["Shared_Dirty"]
+        private += kib["Pss_Anon"]
+        shared += kib["Rss"] - kib["Anonymous"]
     return (private << 10, shared << 10) if engine.alive else None
 
 

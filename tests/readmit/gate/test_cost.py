@@ -1,5 +1,6 @@
 """What an engine costs: memory of its own, and room for tokens as engines tell it."""
 
+import mmap
 import os
 
 import pytest
@@ -32,15 +33,26 @@ def test_engines_say_what_their_cache_has_room_for(metrics: str, tokens: int | N
     assert kv_tokens(metrics) == tokens
 
 
-def test_memory_is_counted_once_for_whom_it_belongs_to() -> None:
+def test_its_own_memory_is_told_from_weights_that_outlive_it() -> None:
     engine = Engine.of(os.getpid())
     assert engine is not None
+    size = 32 << 20
     before = memory_of(engine)
+    weights = os.memfd_create("weights")
+    os.write(weights, bytes(size))
+    mapped = mmap.mmap(weights, size, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    assert mapped.find(b"x") == -1, "all of it has been read"
+    during = memory_of(engine)
     grown = bytearray(os.urandom(1 << 20) * 32)
     after = memory_of(engine)
+    mapped.close()
+    os.close(weights)
     assert before is not None
+    assert during is not None
     assert after is not None
-    assert after[0] - before[0] > len(grown) // 2
+    assert during[0] - before[0] < size // 2, "nobody else maps it, and yet it is not this process's"
+    assert during[1] - before[1] > size // 2
+    assert after[0] - during[0] > len(grown) // 2
 
 
 def test_an_engine_that_is_gone_costs_nothing_that_is_known() -> None:
