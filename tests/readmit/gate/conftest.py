@@ -33,7 +33,7 @@ def engines(model: Path) -> Iterator[tuple[ReferenceEngine, ReferenceEngine]]:
 @pytest.fixture(scope="session")
 def pair(model: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A node with two slots on the same resident weights, both ready."""
-    node = Node(model, golden, tmp_path_factory.mktemp("pair"), "--hang-limit", "5", cached=True, slots=("a", "b"))
+    node = Node(model, golden, tmp_path_factory.mktemp("pair"), "--hang-limit", "3", cached=True, slots=("a", "b"))
     with ending(node):
         node.until_ready()
         for slot in ("a", "b"):
