@@ -2,7 +2,9 @@
 
 import copy
 import hashlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,6 +246,19 @@ def test_what_else_decides_the_tensors_is_part_of_the_identity(
     ).create_engine_config()
     with pytest.raises(CacheMiss) as refused:
         load(changed, daemon, policies={"fingerprint": "fail"})
+    assert (refused.value.reason, refused.value.detail) == ("fingerprint", "kernel_backend")
+
+
+@pytest.mark.usefixtures("vllm_config")
+def test_an_edited_config_with_the_same_files_is_another_identity(daemon: Path, llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    options = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True)
+    load(options.create_engine_config(), daemon)
+    written = json.loads((folder / "config.json").read_text())
+    # The rotary table is in no file, is computed from this, and is what the cache would hand out.
+    (folder / "config.json").write_text(json.dumps({**written, "rope_theta": 123_456.0, "rope_parameters": None}))
+    with pytest.raises(CacheMiss) as refused:
+        load(options.create_engine_config(), daemon, policies={"fingerprint": "fail"})
     assert (refused.value.reason, refused.value.detail) == ("fingerprint", "kernel_backend")
 
 

@@ -32,7 +32,7 @@ from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
 from weightcache.errors import CacheMiss, CheckpointError, ConfigError, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig, stable_hash
-from weightcache.identity import digest_of, prove
+from weightcache.identity import computed_from, digest_of, prove
 from weightcache.journal import Journal
 from weightcache.vocabulary import MODES
 
@@ -204,7 +204,7 @@ def cache_config(model_config: ModelConfig, folder: Folder, digest: str | None, 
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
-        kernel_backend=f"{target.type}-{stable_hash(_choices())[:12]}",
+        kernel_backend=f"{target.type}-{stable_hash(_choices())[:12]}-{computed_from(folder)}",
     )
 
 

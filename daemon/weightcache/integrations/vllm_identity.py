@@ -13,6 +13,7 @@ from weightcache import quantization
 from weightcache.checkpoint import Folder
 from weightcache.errors import CacheMiss, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig, stable_hash
+from weightcache.identity import computed_from
 
 ENGINE: Final = "vllm"
 LAYOUT: Final = f"vllm-{vllm.__version__}"
@@ -43,7 +44,7 @@ def cache_config(vllm_config: VllmConfig, model_config: ModelConfig, folder: Fol
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
-        kernel_backend=_kernel_backend(vllm_config, model_config),
+        kernel_backend=f"{_kernel_backend(vllm_config, model_config)}-{computed_from(folder)}",
     )
 
 
