@@ -35,6 +35,8 @@ log = logging.getLogger("readmit.gate")
 
 LOOK_S: Final = 1.0
 """How often a ready slot's lease is compared with the journal."""
+GIVE_WAY_S: Final = 0.02
+"""Before a successor is asked: requests that the fault sent back go first, where an engine answers one at a time."""
 PROOF_PAUSE_S: Final = 0.2
 """Until a slot that has taken over and not answered correctly is asked again."""
 _NEARNESS: Final = {"verifying": 3, "loading": 2, "suspect": 1}
@@ -334,6 +336,7 @@ class Gate:
 
         Whether it must leave for what it answers is not decided here.
         """
+        await asyncio.sleep(GIVE_WAY_S)
         while (lease := slot.lease) is not None:
             limit, weights = self.settings.probe_limit_s, self.chronicle.weights(slot.name)
             finding = await self._verifier.examine(slot.url, slot.engine, limit, weights, turn=0, overridden=True)
