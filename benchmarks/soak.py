@@ -93,7 +93,7 @@ def change(samples: list[tuple[int, float]]) -> dict[str, Any]:
 
 async def soak(folder: Path, children: Children, seconds: float, every_s: float) -> dict[str, Any]:
     """A node of its own."""
-    node = Node(folder, children)
+    node = Node(folder, children, hang_s=60.0)
     await node.until_whole()
     await node.until_forked()
     run = Soak(node, every_s)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1]
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 class Children:
