@@ -1,5 +1,6 @@
 """Turns away what nobody behind it should see: what can be read two ways, bodies too large, strangers."""
 
+from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
@@ -89,6 +90,7 @@ class _Upload:
             await self._problem.send(send, scope["path"])
 
 
+@lru_cache(maxsize=256)
 def is_plain(raw_path: bytes) -> bool:
     """Whether a path names what it seems to: no ``.`` or ``..``, however written, no backslash, no control characters.
 

@@ -249,7 +249,7 @@ class _Exchange:
             scope["method"],
             URL(self._slot.url.rstrip("/") + target.decode("ascii"), encoded=True),
             headers=[*headers, ("traceparent", self._trace.header())],
-            data=self._upload.chunks() if self._upload.expected else None,
+            data=await self._upload.body(),
             allow_redirects=False,
         )
 

@@ -35,21 +35,35 @@ class Upload:
         if not self.expected:
             self._read.set()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def body(self) -> bytes | AsyncIterator[bytes] | None:
+        """What is to be sent: bytes where the client has sent all in one piece, which costs half as much to pass on."""
+        if not self.expected:
+            return None
+        if self._more and not self._kept:
+            # Kept also where it may not be repeated: this engine may yet refuse the connection.
+            self._kept.append(await self._next())
+        return self._chunks() if self._more or len(self._kept) != 1 else self._kept[0]
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
         """The body, as the client sends it; from its beginning also when it has been read before."""
         for chunk in tuple(self._kept):
             yield chunk
         while self._more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self._gone = True
-                self._read.set()
-                await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
-            self._more = message.get("more_body", False)
-            if chunk := message.get("body", b""):
+            if chunk := await self._next():
                 self._keep(chunk)
                 yield chunk
-        self._read.set()
+
+    async def _next(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._gone = True
+            self._read.set()
+            await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
+        self._more = message.get("more_body", False)
+        if not self._more:
+            self._read.set()
+        chunk: bytes = message.get("body", b"")
+        return chunk
 
     def _keep(self, chunk: bytes) -> None:
         self._kept_bytes += len(chunk)
