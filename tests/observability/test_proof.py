@@ -40,6 +40,7 @@ def test_every_query_rule_and_alert_says_what_the_journals_say(proof: Proof, tmp
     assert counted["wrong_values"] == counted["metrics_no_test_moves"] == 0
     assert counted["alerts"] == counted["alerts_tested_silent"] == counted["alerts_tested_firing"] == len(NAMES)
     assert counted["alerts_page"] <= 4
+    assert counted["series_per_node"] <= 900
     alerts = {question.name for question in questions() if question.name.partition(" ")[0] in NAMES}
     assert alerts <= verdict.questions
     assert alerts - verdict.answered == NEVER
