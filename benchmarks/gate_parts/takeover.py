@@ -87,7 +87,7 @@ class Drill:
 
     async def once(self, fault: str, traffic: Traffic) -> Takeover:
         """One fault, on the engine that serves."""
-        slot, pid = await self._node.serving()
+        slot, pid = await self._victim(traffic)
         with inflicting(fault, pid, self._tensor) as inflict:
             if fault == "wrong_answer":  # only an idle engine's mistakes count
                 await traffic.pause()
@@ -99,6 +99,16 @@ class Drill:
             answer = await traffic.answer_after(at, pid, RIGHT)
             allowed = await self._allowed(fault, slot, at)
         return Takeover(fault, max(0.0, (answer.done_ns - allowed) / 1e6), (answer.done_ns - at) / 1e6)
+
+    async def _victim(self, traffic: Traffic) -> tuple[str, int]:
+        """Who answers: the slot that the gate says, or whoever answered last where another asks the engines."""
+        if self._url == self._node.url:
+            return await self._node.serving()
+        answered = {asked.pid for asked in traffic.asked[-1:] if asked.status == 200}
+        slots = (await self._node.status())["slots"]
+        return next(
+            ((slot["slot"], slot["pid"]) for slot in slots if slot["pid"] in answered), await self._node.serving()
+        )
 
     async def _allowed(self, fault: str, slot: str, at: int) -> int:
         """When the limits first allowed a takeover."""
