@@ -111,6 +111,7 @@ class Lab(Place):
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
+                answer.read()  # whoever goes before the end has gone, for the gate
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return int(error.code)
