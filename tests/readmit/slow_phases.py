@@ -74,17 +74,16 @@ def run_engine() -> None:
 
 
 def run_keeper() -> None:
-    from weightcache.keeper import __main__, keeper
+    from weightcache.keeper import __main__, lives
 
-    keeper.SessionEnd = slowed("detect", keeper.SessionEnd)  # type: ignore[misc,assignment]
-    backoff_s = keeper.Slot.backoff_s
+    lives.SessionEnd = slowed("detect", lives.SessionEnd)  # type: ignore[misc,assignment]
+    backoff_s = lives.Slot.backoff_s
 
     def pause(slot: Any) -> float:
         return seconds_of("backoff") or backoff_s(slot)
 
-    keeper.Slot.backoff_s = pause  # type: ignore[method-assign]
-    sys.argv[1:] = arguments
-    sys.exit(__main__.main())
+    lives.Slot.backoff_s = pause  # type: ignore[method-assign]
+    sys.exit(__main__.main(arguments))
 
 
 if __name__ == "__main__":
