@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class Balancer(Child):
         config = folder / PROGRAMS[kind]
         config.write_text(_ADAPTED[kind](_with_gates((CONFIGS / PROGRAMS[kind]).read_text(), gates), self.port))
         super().__init__(_COMMANDS[kind](config))
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        return super().end(number)  # killed, nginx would leave its workers behind
 
 
 def _with_gates(text: str, gates: Sequence[str]) -> str:
