@@ -200,8 +200,11 @@ class Life:
                     pause = min(CONFIRM_S, pause)
                     if errors >= settings.eject_wrong:
                         self._eject("engine_error", "crash")
-                case "foreign_listener" | "engine_exited":
+                case "foreign_listener":
                     self.slot.revoke(finding.result)
+                case "engine_exited":  # seen before its pidfd told; the same happens either way
+                    self._lose(finding.result)
+                    self._check()
 
     async def _due(self, pause: float) -> bool:
         """Wait until the next verification is due; False when readiness ended meanwhile."""
