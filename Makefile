@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Programs that tests run for real, by their Debian package names.
 SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager haproxy nginx systemd chromium
+# Tests wait for processes more than they compute: files are shared out to two workers.
+WORKERS ?= 2
 # With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
 CI ?= false
 # Threads of torch in many test processes would otherwise spin against each other.
@@ -32,7 +34,7 @@ model: $(VENV)/.installed-demo
 	$(BIN)/python -m readmit.demo_model
 
 test: system lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Not part of `make test`: it needs an environment of several GB, and starts vLLM some twenty times.
 test-engines:

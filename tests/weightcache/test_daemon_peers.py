@@ -234,7 +234,7 @@ def test_one_connection_too_many_is_told_that_the_daemon_is_busy(served: Cache) 
     assert busy.value.reason == "timeout"
     for connection in crowd:
         connection.close()
-    assert served.pid()
+    wait_for(served.pid, "the crowd to be forgotten")
 
 
 def test_a_client_that_asks_all_the_time_leaves_time_for_others(served: Cache) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
 from yarl import URL
@@ -166,6 +166,8 @@ def staleness(probe_set: ProbeSet, weights: Mapping[str, Any]) -> str | None:
     return None
 
 
+_DYING_S: Final = 0.1
+"""A process that dies has no descriptors a moment before it is known to be dead; its socket then seems another's."""
 _EXPLAINED: Mapping[Literal["engine_exited", "foreign_listener"], str] = {
     "engine_exited": "the engine's process is gone",
     "foreign_listener": "another process than the slot's engine listens on its port",
@@ -175,9 +177,13 @@ _EXPLAINED: Mapping[Literal["engine_exited", "foreign_listener"], str] = {
 async def _stranger(url: str, engine: Engine | None) -> Literal["engine_exited", "foreign_listener"] | None:
     if engine is None:
         return None
-    if not engine.alive:
-        return "engine_exited"
     where = URL(url)
-    # In a thread: the engine's descriptors can be thousands.
-    listens = await asyncio.to_thread(engine.listens, where.host or "", where.port or 80)
-    return "foreign_listener" if listens is False else None
+    for pause in (_DYING_S, 0.0):
+        if not engine.alive:
+            return "engine_exited"
+        # In a thread: the engine's descriptors can be thousands.
+        listens = await asyncio.to_thread(engine.listens, where.host or "", where.port or 80)
+        if listens is not False:
+            return None
+        await asyncio.sleep(pause)
+    return "foreign_listener"
