@@ -48,10 +48,12 @@ def prune(
         for kind in _LATEST_KEPT
         for (id_,) in connection.execute("SELECT max(id) FROM events WHERE slot = ? AND kind = ?", (slot, kind))
     }
-    clause = "SELECT id, kind, wall_ns, episode FROM events WHERE id <= ? ORDER BY id"
-    rows = connection.execute(clause, (until,)).fetchall()
-    stays = {episode for _, kind, wall_ns, episode in rows if kind not in _SHORT_LIVED and wall_ns >= before_wall_ns}
-    stays = (stays | {*last_episodes}) - {None}  # what belongs to no episode goes by its own age
+    short = ", ".join("?" * len(_SHORT_LIVED))
+    clause = f"SELECT DISTINCT episode FROM events WHERE id <= ? AND wall_ns >= ? AND kind NOT IN ({short})"
+    young = {episode for (episode,) in connection.execute(clause, (until, before_wall_ns, *_SHORT_LIVED))}
+    stays = (young | {*last_episodes}) - {None}  # what belongs to no episode goes by its own age
+    # Read row by row: a journal of years is larger than a daemon should ever be.
+    rows = connection.execute("SELECT id, kind, wall_ns, episode FROM events WHERE id <= ? ORDER BY id", (until,))
     gone = [
         id_
         for id_, kind, wall_ns, episode in rows
