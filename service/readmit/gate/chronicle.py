@@ -165,11 +165,15 @@ class Chronicle:
         return None if episode is None else episode.age_s(self.replay.clock.now())
 
     def expected_s(self, slot: str) -> float | None:
-        """How long a recovery of this slot by this path usually takes: the median; None without history."""
+        """How long the open recovery of this slot, by its path, usually takes: the median.
+
+        None without history, and without a recovery: an engine that a new gate only verifies takes no start's length.
+        """
         episode = self.episode(slot)
-        path = episode.path if episode is not None else "unknown"
+        if episode is None:
+            return None
         past = [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready" and it.attempts]
-        alike = past if path == "unknown" else [it for it in past if it.path == path]
+        alike = past if episode.path == "unknown" else [it for it in past if it.path == episode.path]
         return statistics.median(it.total_s for it in alike) if alike else None
 
     def write(
