@@ -259,8 +259,9 @@ def test_killed_in_every_phase_of_its_start_it_becomes_ready_in_the_end(node: No
     # Each died in the phase that it was to die in: nothing later was begun.
     for attempt, (_, name) in zip(episode.attempts, DIE_AT, strict=False):
         tops = [interval.name for interval in attempt.phases if not interval.is_part]
-        # The gate says that it verifies, and then that the phase begins; the engine dies somewhere behind the first.
-        assert tops[-1] in (("server_ready", "semantic_verify") if name == "verifying" else (name,))
+        # An open port ends the engine's last phase and has the gate begin its own; which comes first is a matter of luck.
+        last = ("server_ready", "semantic_verify") if name in ("server_ready", "verifying") else (name,)
+        assert tops[-1] in last
     for each in replay.episodes:
         check(each)
     assert replay.started == replay.closed + len(replay.open_episodes)
