@@ -259,7 +259,7 @@ def test_killed_in_every_phase_of_its_start_it_becomes_ready_in_the_end(node: No
     # Each died in the phase that it was to die in: nothing later was begun.
     for attempt, (_, name) in zip(episode.attempts, DIE_AT, strict=False):
         tops = [interval.name for interval in attempt.phases if not interval.is_part]
-        # An open port ends the engine's last phase and has the gate begin its own; which comes first is a matter of luck.
+        # An open port ends the last phase of the engine and has the gate begin its own, in either order.
         last = ("server_ready", "semantic_verify") if name in ("server_ready", "verifying") else (name,)
         assert tops[-1] in last
     for each in replay.episodes:
