@@ -5,7 +5,6 @@ events carry the time at which they happened, and keep their order.
 """
 
 import asyncio
-import signal
 import sqlite3
 import statistics
 from collections import deque
@@ -24,8 +23,6 @@ from weightcache.journal import Context, Event, Journal, boottime_ns, new_episod
 
 HISTORY: Final = 20
 """Recoveries of a slot that expectations rest on."""
-FAILED_IN_A_ROW: Final = 2
-"""Attempts that map the same weights and die before they answer; a third one would loop."""
 NOTICED_APART_NS: Final = 2_000_000_000
 """The keeper and the gate both see an engine die, neither of them always first."""
 
@@ -131,17 +128,6 @@ class Chronicle:
     def mapped(self, slot: str) -> set[str]:
         """The resident generations that a slot's engine mapped, and did not itself load from disk."""
         return self._mapped.get(slot, set()) if self._ahead(slot) is None else set()
-
-    def failed_on(self, slot: str) -> set[str]:
-        """The resident generations on which a slot's last `FAILED_IN_A_ROW` attempts failed, one after the other.
-
-        Those that were killed from outside say nothing about the weights.
-        """
-        episode = self.episode(slot)
-        ended = [it for it in episode.attempts if it.ended_ns is not None] if episode is not None else []
-        if len(ended) < FAILED_IN_A_ROW:
-            return set()
-        return set.intersection(*map(_failed_on, ended[-FAILED_IN_A_ROW:]))
 
     def context(self, slot: str) -> Context:
         """Where an event of this slot happens: in whatever episode and attempt it is in."""
@@ -331,9 +317,3 @@ class Chronicle:
                 self._generations.setdefault(event.slot, {})[event.rank or 0] = generation
                 if event.name == "hit":
                     self._mapped.setdefault(event.slot, set()).add(generation)
-
-
-def _failed_on(attempt: Attempt) -> set[str]:
-    if attempt.outcome != "crashed" or attempt.signal == signal.SIGKILL:
-        return set()
-    return {lookup.attributes["generation"] for lookup in attempt.lookups if lookup.result == "hit"}

@@ -69,13 +69,12 @@ class Gate:
         self.succession = Succession(self.slots, self.chronicle, self._prove)
         self.hold = Hold(settings.max_wait_s, settings.max_queue)
         self.overrides = Overrides(self.chronicle)
-        self._remedies = Remedies(settings.runtime_dir, settings.cache_socket)
         self._verifier = Verifier(self.probes, settings.unverified_ok, settings.probe_headers)
         means = Means(
             settings,
             self._verifier,
             self.chronicle,
-            self._remedies,
+            Remedies(settings.runtime_dir, settings.cache_socket),
             self.metrics,
             self.slots,
             self.overrides,
@@ -101,8 +100,6 @@ class Gate:
         self.failure: BaseException | None = None
         """An error of the gate's own, after which it must not go on."""
         self._task: asyncio.Task[None] | None = None
-        self._cured: set[str] = set()
-        """Generations that were quarantined because engines died on them."""
         self._opened = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -320,16 +317,6 @@ class Gate:
                 self.end_override("expired", self.overrides.current.user)
             for watch in self.watches.values():
                 watch.check_lease()
-            if self.settings.cure_wrong and self._remedies.can_quarantine:
-                await self._cure_failing()
-
-    async def _cure_failing(self) -> None:
-        """Quarantine weights on which engines die again and again: the next attempt then reads the disk."""
-        for name in self.watches:
-            for generation in self.chronicle.failed_on(name) - self._cured:
-                context = self.chronicle.context(name)
-                if await self._remedies.quarantine(generation, "failed_attempts", context):
-                    self._cured.add(generation)
 
     async def _prove(self, slot: Slot) -> bool:
         """Wait for a correct answer of a slot that has taken over; False when it is lost before that.

@@ -119,4 +119,5 @@ def test_weights_on_which_engines_die_twice_in_a_row_are_quarantined(model: Path
         assert paths == [("hit", 70), ("hit", 70), ("miss", None)]
         assert (recovery.outcome, recovery.path, recovery.reason) == ("ready", "partial", "quarantined")
         (quarantine,) = node.history.events("quarantine")
-        assert (quarantine.name, quarantine.attributes["reason"]) == ("set", "failed_attempts")
+        why = "2 failed attempts in a row on it: with exit code 70, with exit code 70"
+        assert (quarantine.name, quarantine.attributes["reason"]) == ("set", why)
