@@ -127,6 +127,7 @@ class Slot:
             "over": self._over,
             "opened_ns": self._opened_ns,
             "opened_boot": self._opened_boot,
+            "opened_after": self._opened_after,
             "oom": self.oom.hand_over(),
         }
 
@@ -135,6 +136,7 @@ class Slot:
         self.episode, self.attempt, self.hopeless = handed["episode"], handed["attempt"], handed["hopeless"]
         self._faults, self._over = handed["faults"], handed["over"]
         self._opened_ns, self._opened_boot = handed["opened_ns"], handed["opened_boot"]
+        self._opened_after = handed.get("opened_after", 0)  # an earlier release does not hand it over
         self.oom.take_back(handed["oom"])
 
     def first_start(self) -> None:

@@ -1,6 +1,7 @@
 """A slot's policy and its reading of the journal, without processes."""
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -315,3 +316,15 @@ def test_out_of_memory_takes_proof(tmp_path: Path, before: int, after: int | Non
     assert found == cause
     # A kill that hit another process of the cgroup is shown, though it proves nothing.
     assert evidence.get("oom_kills_after") == (after if after == 4 else None)
+
+
+def test_another_program_goes_on_exactly_where_the_slot_stands(place: Place) -> None:
+    place.journal.append("process", "started", {"process": "keeper"})
+    place.slot.first_start()
+    place.attempt()
+    place.die()
+    handed = json.loads(json.dumps(place.slot.hand_over()))
+    next_one = Slot(place.spec, place.journal)
+    next_one.take_back(handed)
+    assert next_one.hand_over() == place.slot.hand_over()
+    assert handed["opened_after"] == 1, "it searches the events of its own recovery, not all before them"
