@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import signal
 import statistics
@@ -36,6 +35,7 @@ from weightcache.errors import CacheMiss
 from weightcache.frames import close_all
 from weightcache.journal import Context, Journal
 from weightcache.keeper.child import QUICK_S
+from weightcache.memory import resident_bytes
 from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
@@ -155,8 +155,7 @@ class Node:
 
 
 def resident_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return round(pages * resource.getpagesize() / 2**20, 1)
+    return round(resident_bytes(pid) / 2**20, 1)
 
 
 def import_s(clock: str, first: str = "pass") -> float:

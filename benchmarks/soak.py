@@ -19,9 +19,11 @@ from typing import Any, Final
 
 from gate import ENVIRONMENT, machine, place
 from gate_parts.node import Node
-from gate_parts.processes import Children, descriptors, resident_mib
+from gate_parts.processes import Children, descriptors
 from gate_parts.takeover import Drill, verdict
 from gate_parts.traffic import Traffic
+
+from weightcache.memory import resident_bytes
 
 WATCHED: Final = ("gate", "daemon", "keeper")
 PAUSE_S: Final = 0.5
@@ -59,7 +61,7 @@ class Soak:
     def _look(self) -> None:
         pids = {"keeper": self._node.keeper.pid, **{name: self._node.pid(name) for name in ("gate", "daemon")}}
         for name, pid in pids.items():
-            self.samples[name].append((descriptors(pid), resident_mib(pid)))
+            self.samples[name].append((descriptors(pid), resident_bytes(pid) / 2**20))
 
     def report(self) -> dict[str, Any]:
         """What was found."""

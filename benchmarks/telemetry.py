@@ -26,6 +26,7 @@ from rich.table import Table
 
 from weightcache.journal import Context, Journal, boot_id, boottime_ns
 from weightcache.journal.database import INSERT, Row, connect
+from weightcache.memory import resident_bytes
 from weightcache.recollection import recall
 from weightcache.telemetry import Telemetry
 
@@ -125,7 +126,7 @@ def exporter(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:
         "scrape_p99_ms": statistics.quantiles(took, n=100)[98],
         "series": sum(not line.startswith(b"#") for line in body.splitlines()),
         "body_kib": len(body) / 1024,
-        "resident_mib": resident_mib(),
+        "resident_mib": resident_bytes() / 2**20,
     }
 
 
@@ -211,10 +212,6 @@ def attaches(folder: Path, turns: int) -> dict[str, float]:
         daemon.wait()
     on, off = statistics.median(took[True]), statistics.median(took[False])
     return {"attach_journaled_ms": on, "attach_silent_ms": off, "journal_adds_ms": on - off}
-
-
-def resident_mib() -> float:
-    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def in_child(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:

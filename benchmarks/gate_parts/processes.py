@@ -74,11 +74,6 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def resident_mib(pid: int) -> float:
-    """Resident memory of a process in MiB."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     """The nearest rank."""
     ordered = sorted(values)

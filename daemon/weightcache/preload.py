@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 
 from weightcache.keeper.launch import EXEC_FAILED, GO, limit, prepare_signals
 from weightcache.keeper.preloaded import REQUEST_BYTES
+from weightcache.memory import resident_bytes
 from weightcache.sdnotify import Notifier
 
 GROUP: Final = "readmit.preload"
@@ -227,11 +228,6 @@ def _reply(connection: socket.socket, **answer: Any) -> None:
         connection.send(json.dumps(answer).encode())
 
 
-def _resident_mib() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
 def main() -> None:
     """Import, wait, and in a forked process run the module."""
     parser = argparse.ArgumentParser(description="Hold a module imported, and fork processes that run it.")
@@ -246,7 +242,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(arguments.socket))
         listener.listen()
-        Notifier.from_environment().ready(f"holds {len(sys.modules)} modules in {_resident_mib()} MiB")
+        Notifier.from_environment().ready(f"holds {len(sys.modules)} modules in {resident_bytes() >> 20} MiB")
         try:
             forked = resident.serve(listener)
         except OutOfDate as error:

@@ -224,12 +224,6 @@ class Node:
         raise TimeoutError(f"no daemon came back within {READY_LIMIT_S} s; see {self.log}")
 
 
-def resident_mib(pid: int) -> float:
-    """Resident memory of a process in MiB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
-
-
 def _free_ports(count: int) -> list[int]:
     # Kept open together, so that no two are the same.
     with contextlib.ExitStack() as stack:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from readmit.demo import controls
-from readmit.demo.node import Node, resident_mib
+from readmit.demo.node import Node
 from readmit.demo.reference import right_answers
 from readmit.demo.traffic import Traffic
 from readmit.demo_model import second_checkpoint
 from weightcache.episodes import Episode, Replay
 from weightcache.errors import ConfigError
+from weightcache.memory import resident_bytes
 
 PROBES: Final = ("The capital of France is", "def fibonacci(n):", "One, two, three, four,")
 PROBE_TOKENS: Final = 4
@@ -142,7 +143,7 @@ class Demo:
             "engine_kept": self.node.pid("a") == engine,
             "answer_meanwhile": answer.result(),
         }
-        self.facts["keeper"] = {"rss_mib": resident_mib(self.node.keeper_pid)}
+        self.facts["keeper"] = {"rss_mib": round(resident_bytes(self.node.keeper_pid) / 2**20, 1)}
         self.tell(f"serving again {took:.3f} s after SIGKILL, lease of the engine included")
 
     def _both_die_without_files(self) -> None:
