@@ -6,7 +6,6 @@ pack weights after loading, so the state before that is shared.
 """
 
 import logging
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -30,17 +29,14 @@ from weightcache import quantization
 from weightcache.attachment import Outcome, Progress, ignore_progress
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
-from weightcache.errors import CacheMiss, CheckpointError, ConfigError, UnsupportedQuantForIPCError
+from weightcache.errors import CacheMiss, CheckpointError, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig, stable_hash
 from weightcache.identity import computed_from, digest_of, prove
+from weightcache.integrations.loader_options import read_options
 from weightcache.journal import Journal
-from weightcache.vocabulary import MODES
 
 ENGINE: Final = "sglang"
 LAYOUT: Final = f"sglang-{__version__}"
-OPTIONS: Final = ("mode", "socket", "policies", "verify", "wait_s")
-"""Keys below ``weightcache`` in ``--model-loader-extra-config``; see `weightcache.client.attach`."""
-
 log = logging.getLogger("weightcache.sglang")
 
 
@@ -50,7 +46,7 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang is not
     Args:
         load_config: SGLang's.
         disk: the loader that reads the files.
-        options: see `OPTIONS`; mode ``client`` if not given.
+        options: see `loader_options`.
 
     Raises:
         ConfigError: ``loader_option``: an unknown key or mode.
@@ -62,18 +58,7 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang is not
     def __init__(self, load_config: LoadConfig, disk: DefaultModelLoader, options: dict[str, Any]) -> None:
         super().__init__(load_config)
         self.disk = disk
-        self.options = dict(options)
-        self.mode = self.options.pop("mode", "client")
-        unknown = sorted(set(self.options) - set(OPTIONS))
-        if unknown or self.mode not in MODES:
-            raise ConfigError(
-                "loader_option",
-                "weightcache in --model-loader-extra-config cannot be used",
-                expected=f"keys of {', '.join(OPTIONS)}; mode one of {', '.join(MODES)}",
-                found=", ".join(unknown) or f"mode {self.mode!r}",
-            )
-        if "socket" in self.options:
-            self.options["socket"] = Path(self.options["socket"])
+        self.mode, self.options = read_options(options, "weightcache in --model-loader-extra-config")
         self.preloaded_weights_bytes = 0
 
     def download_model(self, model_config: ModelConfig) -> None:

@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final
 
 import torch
 from torch import nn
@@ -33,12 +31,9 @@ from weightcache.client import attach
 from weightcache.errors import CacheMiss, CheckpointError, ConfigError
 from weightcache.fingerprint import CacheConfig
 from weightcache.identity import digest_of, prove
+from weightcache.integrations.loader_options import read_options
 from weightcache.integrations.vllm_identity import barred, cache_config, is_draft
 from weightcache.journal import Journal
-from weightcache.vocabulary import MODES
-
-OPTIONS: Final = ("mode", "socket", "policies", "verify", "wait_s")
-"""Keys of ``--model-loader-extra-config``; see `weightcache.client.attach`. The mode is ``client`` if not given."""
 
 log = logging.getLogger("weightcache.vllm")
 
@@ -55,18 +50,8 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self.options = dict(load_config.model_loader_extra_config or {})
-        self.mode = self.options.pop("mode", "client")
-        unknown = sorted(set(self.options) - set(OPTIONS))
-        if unknown or self.mode not in MODES:
-            raise ConfigError(
-                "loader_option",
-                "--model-loader-extra-config of load format weightcache cannot be used",
-                expected=f"keys of {', '.join(OPTIONS)}; mode one of {', '.join(MODES)}",
-                found=", ".join(unknown) or f"mode {self.mode!r}",
-            )
-        if "socket" in self.options:
-            self.options["socket"] = Path(self.options["socket"])
+        given = load_config.model_loader_extra_config or {}
+        self.mode, self.options = read_options(given, "--model-loader-extra-config of load format weightcache")
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Have the files on disk, as vLLM does it."""
