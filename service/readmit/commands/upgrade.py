@@ -80,6 +80,8 @@ class Node:
             self._socket = node.socket
             self._models = {slot.name: slot.model for slot in node.slot if slot.model}
         self._context = Context(ask(where.runtime_dir, {"status": True})["node"])
+        self._journal = Journal(where.journal, self._context)
+        self._replay = Replay()
 
     def replace(self, parts: list[Part], *, cold_ok: bool) -> Iterator[str]:
         """Replace them; says what was done after each step.
@@ -152,7 +154,7 @@ class Node:
 
         By what its last one asked for, with the model that is configured now, as its files are now.
         """
-        known = self._replay().slots.get(slot)
+        known = self._recoveries().slots.get(slot)
         lookups = known.attempt.lookups if known and known.attempt else []
         asked = {it.rank: it.attributes["config"] for it in lookups if it.result != "off"}
         if not asked:
@@ -173,7 +175,7 @@ class Node:
 
     def _on_its_way(self) -> str | None:
         """A slot that recovers, or whose engine a gate that was replaced just now has yet to ask."""
-        if open_ := self._replay().open_episodes:
+        if open_ := self._recoveries().open_episodes:
             return open_[0].slot
         try:
             slots = order(self._where.runtime_dir, "GET", "/api/status")["slots"]
@@ -181,10 +183,10 @@ class Node:
             return None
         return next((it["slot"] for it in slots if it["state"] not in SETTLED), None)
 
-    def _replay(self) -> Replay:
-        replay = Replay()
-        replay.catch_up(Journal(self._where.journal, self._context))
-        return replay
+    def _recoveries(self) -> Replay:
+        """The node's, up to date; what was read of the journal is not read again."""
+        self._replay.catch_up(self._journal)
+        return self._replay
 
     def _children(self, role: Part) -> list[dict[str, Any]]:
         return [it for it in ask(self._where.runtime_dir, {"status": True})["children"] if it["role"] == role]
