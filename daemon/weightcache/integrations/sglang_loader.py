@@ -33,6 +33,7 @@ from weightcache.errors import CacheMiss, CheckpointError, UnsupportedQuantForIP
 from weightcache.fingerprint import CacheConfig, stable_hash
 from weightcache.identity import computed_from, digest_of, prove
 from weightcache.integrations.loader_options import read_options
+from weightcache.integrations.torch_names import capability_name, dtype_name
 from weightcache.journal import Journal
 
 ENGINE: Final = "sglang"
@@ -184,8 +185,8 @@ def cache_config(model_config: ModelConfig, folder: Folder, digest: str | None, 
         ep_rank=parallel.moe_ep_rank,
         quant_method=found.method,
         quant_config_hash=found.config_hash,
-        dtype=str(model_config.dtype).removeprefix("torch."),
-        device_capability=_capability(target),
+        dtype=dtype_name(model_config.dtype),
+        device_capability=capability_name(target),
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
@@ -255,13 +256,6 @@ def _choices() -> dict[str, Any]:
         "attention": str(chosen.kernel.attention_backend),
         "overrides": str(get_model().json_model_override_args),
     }
-
-
-def _capability(target: torch.device) -> str | None:
-    if target.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
 
 
 def _bytes(model: nn.Module) -> int:

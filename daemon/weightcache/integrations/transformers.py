@@ -31,6 +31,7 @@ from weightcache.client import attach
 from weightcache.errors import ConfigError, UnsupportedQuantForIPCError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
 from weightcache.identity import computed_from, digest_of, remember
+from weightcache.integrations.torch_names import capability_name, dtype_name
 from weightcache.integrations.transformers_form import Form
 from weightcache.integrations.transformers_loading import build, import_architecture, load_model
 from weightcache.journal import Journal
@@ -148,8 +149,8 @@ def cache_config(
         tp_rank=tp_rank,
         quant_method=quantization.method,
         quant_config_hash=quantization.config_hash,
-        dtype=_name(model.dtype),
-        device_capability=_capability(device),
+        dtype=dtype_name(model.dtype),
+        device_capability=capability_name(device),
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
@@ -158,15 +159,8 @@ def cache_config(
 
 
 def _load_command(folder: Folder, dtype: torch.dtype, device: torch.device, tp_size: int, tp_rank: int) -> list[str]:
-    options = [f"--dtype={_name(dtype)}", f"--device={device}", f"--tp-size={tp_size}", f"--tp-rank={tp_rank}"]
+    options = [f"--dtype={dtype_name(dtype)}", f"--device={device}", f"--tp-size={tp_size}", f"--tp-rank={tp_rank}"]
     return [sys.executable, "-m", __name__, folder.path, *options]
-
-
-def _capability(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 def _barred(form: Form) -> UnsupportedQuantForIPCError | None:
@@ -221,10 +215,6 @@ def _device(wanted: torch.device | str) -> torch.device:
             remedy="Check the driver, CUDA_VISIBLE_DEVICES and that this torch was built with CUDA",
         ) from error
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from weightcache.checkpoint import Folder
 from weightcache.errors import CacheMiss, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig, stable_hash
 from weightcache.identity import computed_from
+from weightcache.integrations.torch_names import capability_name, dtype_name
 
 ENGINE: Final = "vllm"
 LAYOUT: Final = f"vllm-{vllm.__version__}"
@@ -39,8 +40,8 @@ def cache_config(vllm_config: VllmConfig, model_config: ModelConfig, folder: Fol
         ep_rank=experts.rank_in_group if experts else 0,
         quant_method=found.method,
         quant_config_hash=found.config_hash,
-        dtype=str(model_config.dtype).removeprefix("torch."),
-        device_capability=_capability(vllm_config),
+        dtype=dtype_name(model_config.dtype),
+        device_capability=capability_name(torch.device(vllm_config.device_config.device_type)),
         torch_version=torch.__version__,
         engine=ENGINE,
         layout_id=LAYOUT,
@@ -88,13 +89,6 @@ def _unrestorable(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[t
         ("--cpu-offload-gb", offload.uva.cpu_offload_gb > 0, "offloaded weights live outside the model"),
         ("--offload-group-size", offload.prefetch.offload_group_size > 0, "offloaded weights live outside the model"),
     )
-
-
-def _capability(vllm_config: VllmConfig) -> str | None:
-    if vllm_config.device_config.device_type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
 
 
 def _kernel_backend(vllm_config: VllmConfig, model_config: ModelConfig) -> str:
