@@ -4,28 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.weightcache.architectures import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from readmit.decoding import GrowingDecoder, StaticDecoder
 from readmit.engine import on_gpu
 from weightcache.journal import Journal
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-}
 MODELS: dict[str, dict[str, Any]] = {"llama": {}, "gemma2": {"head_dim": 16, "sliding_window": 8}}
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(request.param, **SIZES | MODELS[request.param])
+    config = AutoConfig.for_model(request.param, **SIZES | {"max_position_embeddings": 64} | MODELS[request.param])
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 

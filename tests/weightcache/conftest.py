@@ -28,6 +28,15 @@ def shared() -> Iterator[Cache]:
     cache.close()
 
 
+@pytest.fixture(scope="module")
+def ours(shared: Cache) -> Iterator[Cache]:
+    """The module's daemon, whose state folder and journal are this process's own as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("READMIT_STATE", str(shared.state_dir))
+        patch.setenv("READMIT_JOURNAL", str(shared.journal_path))
+        yield shared
+
+
 @pytest.fixture
 def kept() -> Iterator[KeptCache]:
     """A weight cache under a keeper."""

@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,6 @@ from weightcache.vocabulary import MISS_REASONS
 
 FAIL = dict.fromkeys(MISS_REASONS, "fail")
 IDS = torch.arange(12)[None]
-
-
-@pytest.fixture(scope="module")
-def cache() -> Iterator[Cache]:
-    cache = Cache()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("READMIT_STATE", str(cache.state_dir))
-        patch.setenv("READMIT_JOURNAL", str(cache.journal_path))
-        cache.start()
-        yield cache
-    cache.close()
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -57,12 +45,12 @@ def dequantised(folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def test_a_hit_holds_the_stored_bytes_and_answers_exactly(cache: Cache, tmp_path: Path) -> None:
+def test_a_hit_holds_the_stored_bytes_and_answers_exactly(ours: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
     command = [sys.executable, "-m", "weightcache.integrations.transformers", str(folder)]
-    loaded = subprocess.run(command, env=cache.environment, capture_output=True, text=True, timeout=240, check=False)
+    loaded = subprocess.run(command, env=ours.environment, capture_output=True, text=True, timeout=240, check=False)
     assert loaded.returncode == 0, loaded.stderr
-    model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, policies=FAIL)
+    model, outcome = from_pretrained(folder, mode="client", socket=ours.socket, policies=FAIL)
     assert outcome.path == "hit"
     parameters = dict(model.named_parameters())
     stored = dict(Checkpoint.open(folder).read())
@@ -72,17 +60,17 @@ def test_a_hit_holds_the_stored_bytes_and_answers_exactly(cache: Cache, tmp_path
         assert parameters[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
     assert logits(model).equal(logits(dequantised(folder)))
     assert outcome.bytes < sum(tensor.numel() * 2 for tensor in stored.values()) * 0.75, "half the bytes of bf16"
-    assert cache.generations()[-1]["config"]["quant_method"] == "fp8"
+    assert ours.generations()[-1]["config"]["quant_method"] == "fp8"
 
 
 @pytest.mark.parametrize("listed", ["model.layers.0.self_attn", "self_attn", "qkv_proj"])
-def test_what_the_list_leaves_out_stays_plain(cache: Cache, tmp_path: Path, listed: str) -> None:
+def test_what_the_list_leaves_out_stays_plain(ours: Cache, tmp_path: Path, listed: str) -> None:
     plain = {"self_attn": ("self_attn",), "qkv_proj": ("q_proj", "k_proj", "v_proj")}.get(listed, (f"{listed}.",))
     quantization = checkpoints.fp8_config(modules_to_not_convert=[listed, "lm_head"])
     folder = checkpoints.fp8(tmp_path / "t", plain_layers=plain, quantization=quantization)
-    first, outcome = from_pretrained(folder, mode="client", socket=cache.socket)
+    first, outcome = from_pretrained(folder, mode="client", socket=ours.socket)
     assert outcome.generation is not None, outcome.private_because
-    model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, policies=FAIL)
+    model, outcome = from_pretrained(folder, mode="client", socket=ours.socket, policies=FAIL)
     for name, module in model.named_modules():
         stored = any(part in f"{name}." for part in plain)
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -92,36 +80,36 @@ def test_what_the_list_leaves_out_stays_plain(cache: Cache, tmp_path: Path, list
     assert logits(model).equal(expected)
 
 
-def refused(folder: Path, cache: Cache) -> CheckpointError:
+def refused(folder: Path, ours: Cache) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
-        from_pretrained(folder, mode="client", socket=cache.socket)
+        from_pretrained(folder, mode="client", socket=ours.socket)
     assert caught.value.reason == "quant_conflict"
-    assert str(folder) not in {each["config"]["model_path"] for each in cache.generations()}
+    assert str(folder) not in {each["config"]["model_path"] for each in ours.generations()}
     return caught.value
 
 
-def test_a_kind_of_layer_that_is_plain_everywhere_must_be_listed(cache: Cache, tmp_path: Path) -> None:
-    error = refused(checkpoints.fp8(tmp_path / "t", plain_layers=("o_proj",)), cache)
+def test_a_kind_of_layer_that_is_plain_everywhere_must_be_listed(ours: Cache, tmp_path: Path) -> None:
+    error = refused(checkpoints.fp8(tmp_path / "t", plain_layers=("o_proj",)), ours)
     assert "o_proj" in error.data["tensor"]
 
 
-def test_files_in_fp8_under_a_plain_config_are_never_converted_in_silence(cache: Cache, tmp_path: Path) -> None:
+def test_files_in_fp8_under_a_plain_config_are_never_converted_in_silence(ours: Cache, tmp_path: Path) -> None:
     shards = checkpoints.decoder(quantized=True)
-    error = refused(checkpoints.write(tmp_path / "t", shards, checkpoints.config()), cache)
+    error = refused(checkpoints.write(tmp_path / "t", shards, checkpoints.config()), ours)
     assert "F8_E4M3" in str(error)
 
 
-def test_plain_files_under_an_fp8_config_are_refused(cache: Cache, tmp_path: Path) -> None:
-    refused(checkpoints.plain(tmp_path / "t", quantization_config=checkpoints.fp8_config()), cache)
+def test_plain_files_under_an_fp8_config_are_refused(ours: Cache, tmp_path: Path) -> None:
+    refused(checkpoints.plain(tmp_path / "t", quantization_config=checkpoints.fp8_config()), ours)
 
 
-def test_a_scale_that_is_no_number_is_never_published(cache: Cache, tmp_path: Path) -> None:
+def test_a_scale_that_is_no_number_is_never_published(ours: Cache, tmp_path: Path) -> None:
     shards = checkpoints.decoder(quantized=True)
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     scale = shards[checkpoints.SHARDS[1]][name]
     shards[checkpoints.SHARDS[1]][name] = scale._replace(data=struct.pack("<f", float("nan")) + scale.data[4:])
     folder = checkpoints.write(tmp_path / "t", shards, checkpoints.config(quantization_config=checkpoints.fp8_config()))
-    assert refused(folder, cache).data["tensor"] == name
+    assert refused(folder, ours).data["tensor"] == name
 
 
 def mixture(folder: Path, width: int) -> Path:
@@ -146,10 +134,10 @@ def mixture(folder: Path, width: int) -> Path:
     return checkpoints.write(folder, shards, settings)
 
 
-def test_experts_stay_fp8_too_and_answer_exactly(cache: Cache, tmp_path: Path) -> None:
+def test_experts_stay_fp8_too_and_answer_exactly(ours: Cache, tmp_path: Path) -> None:
     folder = mixture(tmp_path / "t", 512)
-    from_pretrained(folder, mode="client", socket=cache.socket)
-    model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, policies=FAIL)
+    from_pretrained(folder, mode="client", socket=ours.socket)
+    model, outcome = from_pretrained(folder, mode="client", socket=ours.socket, policies=FAIL)
     assert outcome.path == "hit"
     experts = model.model.layers[1].mlp.experts
     assert experts.gate_up_proj.dtype == experts.down_proj.dtype == torch.float8_e4m3fn
@@ -162,8 +150,8 @@ def test_experts_stay_fp8_too_and_answer_exactly(cache: Cache, tmp_path: Path) -
     assert torch.cat([it.down_proj_scale_inv for it in ranks], 2).equal(experts.down_proj_scale_inv)
 
 
-def test_experts_whose_halves_share_a_block_are_not_shared(cache: Cache, tmp_path: Path) -> None:
+def test_experts_whose_halves_share_a_block_are_not_shared(ours: Cache, tmp_path: Path) -> None:
     folder = Folder.open(mixture(tmp_path / "t", 192))
     with pytest.raises(UnsupportedQuantForIPCError, match="gate_up_proj") as caught:
-        from_pretrained(folder, mode="daemon", socket=cache.socket)
+        from_pretrained(folder, mode="daemon", socket=ours.socket)
     assert caught.value.detail == "other"

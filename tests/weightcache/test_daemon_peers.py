@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from tests.weightcache.caches import PATIENCE_S, Cache, descriptors, resident_bytes, wait_for
+from tests.weightcache.caches import PATIENCE_S, Cache, descriptors, wait_for
 from tests.weightcache.models import config, skeleton
 
 from weightcache import channel, messages
@@ -23,6 +23,7 @@ from weightcache.client import attach
 from weightcache.errors import CacheMiss
 from weightcache.frames import HEADER, MAX_BODY, body_length, decode_reply, encode
 from weightcache.journal import Journal
+from weightcache.memory import resident_bytes
 from weightcache.protocol import Connection
 from weightcache.server import MAX_CONNECTIONS
 from weightcache.version import VERSION

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fixtures import checkpoints
+from tests.weightcache.architectures import SIZES
 from tests.weightcache.caches import Cache
 from tests.weightcache.clients import client
 from torch import distributed
@@ -34,36 +34,16 @@ logging.disable_progress_bar()
 
 FAIL = dict.fromkeys(MISS_REASONS, "fail")
 IDS = torch.arange(8)[None]
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 256,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4},  # whose files hold each expert's tensors by themselves
 }
 
 
-@pytest.fixture(scope="module")
-def cache() -> Iterator[Cache]:
-    """A daemon, and a state folder for this module's processes."""
-    cache = Cache()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("READMIT_STATE", str(cache.state_dir))
-        patch.setenv("READMIT_JOURNAL", str(cache.journal_path))
-        cache.start()
-        yield cache
-    cache.close()
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(checkpoints.SEED)
-    config = AutoConfig.for_model(request.param, **SIZES, **ARCHITECTURES[request.param])
+    config = AutoConfig.for_model(request.param, **SIZES | {"num_key_value_heads": 4} | ARCHITECTURES[request.param])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) * 2 // 3)
@@ -85,13 +65,13 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_the_ranks_published_parts_are_the_original(folder: Path, cache: Cache, tp_size: int) -> None:
+def test_the_ranks_published_parts_are_the_original(folder: Path, ours: Cache, tp_size: int) -> None:
     for rank in range(tp_size):
-        _, outcome = from_pretrained(folder, mode="client", socket=cache.socket, tp_size=tp_size, tp_rank=rank)
+        _, outcome = from_pretrained(folder, mode="client", socket=ours.socket, tp_size=tp_size, tp_rank=rank)
         assert outcome.generation is not None, outcome.private_because
     ranks = []
     for rank in range(tp_size):
-        model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, tp_size=tp_size, tp_rank=rank)
+        model, outcome = from_pretrained(folder, mode="client", socket=ours.socket, tp_size=tp_size, tp_rank=rank)
         assert outcome.path == "hit"
         ranks.append(model)
     whole = AutoModelForCausalLM.from_pretrained(folder)
@@ -99,7 +79,7 @@ def test_the_ranks_published_parts_are_the_original(folder: Path, cache: Cache, 
     own = {rank: model.model.layers[0].self_attn.q_proj.weight for rank, model in enumerate(ranks)}
     assert {tuple(weight.shape) for weight in own.values()} == {(64 // tp_size, 64)}
     assert len({tuple(weight.flatten().tolist()) for weight in own.values()}) == tp_size, "a rank holds another's part"
-    published = {each["config"]["tp_rank"] for each in cache.generations() if each["config"]["tp_size"] == tp_size}
+    published = {each["config"]["tp_rank"] for each in ours.generations() if each["config"]["tp_size"] == tp_size}
     assert published == set(range(tp_size))
 
 
@@ -133,12 +113,12 @@ def run_rank(pipe: Pipe, folder: Path, socket: Path, rank: int, meeting: Path) -
     distributed.destroy_process_group()
 
 
-def test_two_ranks_run_together_on_what_they_map(folder: Path, cache: Cache, tmp_path: Path) -> None:
+def test_two_ranks_run_together_on_what_they_map(folder: Path, ours: Cache, tmp_path: Path) -> None:
     for rank in range(2):
-        from_pretrained(folder, mode="client", socket=cache.socket, dtype="float32", tp_size=2, tp_rank=rank)
+        from_pretrained(folder, mode="client", socket=ours.socket, dtype="float32", tp_size=2, tp_rank=rank)
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(client(run_rank, folder, cache.socket, rank, tmp_path / "meeting")) for rank in range(2)
+            stack.enter_context(client(run_rank, folder, ours.socket, rank, tmp_path / "meeting")) for rank in range(2)
         ]
         said = [rank.hear() for rank in ranks]
     assert [path for path, _ in said] == ["hit", "hit"]
@@ -148,16 +128,16 @@ def test_two_ranks_run_together_on_what_they_map(folder: Path, cache: Cache, tmp
         assert torch.allclose(torch.tensor(said[0][1]), whole(IDS).logits, atol=1e-5)
 
 
-def test_one_command_loads_all_ranks(cache: Cache, tmp_path: Path) -> None:
+def test_one_command_loads_all_ranks(ours: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
     argv = [sys.executable, "-m", "readmit.cli", "cache"]
     load = [*argv, "load", str(folder), "--tp-size", "2", "--json"]
-    done = subprocess.run(load, env=cache.environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(load, env=ours.environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["ranks"]) == 2
     ranks = []
     for rank in range(2):
-        model, outcome = from_pretrained(folder, mode="client", socket=cache.socket, tp_size=2, tp_rank=rank)
+        model, outcome = from_pretrained(folder, mode="client", socket=ours.socket, tp_size=2, tp_rank=rank)
         assert outcome.path == "hit"
         ranks.append(model)
     whole, _ = from_pretrained(folder)
@@ -165,14 +145,14 @@ def test_one_command_loads_all_ranks(cache: Cache, tmp_path: Path) -> None:
     assert as_bytes(again) == as_bytes(dict(whole.named_parameters()))
     for name, tensor in Checkpoint.open(folder).read():
         assert again[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
-    lookups = [event for event in cache.lookups() if event.attributes["config"]["model_path"] == str(folder)]
+    lookups = [event for event in ours.lookups() if event.attributes["config"]["model_path"] == str(folder)]
     assert [(event.name, event.rank) for event in lookups] == [("hit", 0), ("hit", 1), ("off", None)]
 
 
-def test_what_cannot_be_cut_is_said_before_anything_is_loaded(cache: Cache, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_said_before_anything_is_loaded(ours: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
     argv = [sys.executable, "-m", "readmit.cli", "cache", "preflight", str(folder), "--tp-size", "4", "--json"]
-    done = subprocess.run(argv, env=cache.environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(argv, env=ours.environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     told = json.loads(done.stderr)
     assert (told["kind"], told["reason"], told["width"]) == ("config", "shard_block_mismatch", 64)
@@ -180,7 +160,7 @@ def test_what_cannot_be_cut_is_said_before_anything_is_loaded(cache: Cache, tmp_
     for shard in checkpoints.SHARDS:  # nothing of them is needed to say so
         (folder / shard).unlink()
     with pytest.raises(ConfigError, match="inside a block"):
-        from_pretrained(folder, mode="client", socket=cache.socket, tp_size=4, tp_rank=1)
+        from_pretrained(folder, mode="client", socket=ours.socket, tp_size=4, tp_rank=1)
 
 
 def test_no_head_is_cut_in_two(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.weightcache.architectures import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -23,14 +24,6 @@ from weightcache.journal import Journal
 
 logging.disable_progress_bar()
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"head_dim": 16},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.weightcache.architectures import SIZES
 from tests.weightcache.gpu.drivers import HostDriver
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -27,14 +28,6 @@ from weightcache.publish import pack
 
 logging.disable_progress_bar()
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "gemma2": {"head_dim": 16},
