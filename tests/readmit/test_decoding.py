@@ -7,7 +7,7 @@ import torch
 from tests.weightcache.architectures import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from readmit.decoding import GrowingDecoder, StaticDecoder
+from readmit.decoding import FEW_ROWS, GrowingDecoder, StaticDecoder
 from readmit.engine import on_gpu
 from weightcache.journal import Journal
 
@@ -47,6 +47,17 @@ def test_a_cache_of_fixed_size_gives_the_same_answers_one_after_the_other(model:
 def test_a_sequence_may_fill_the_cache_to_its_end(model: Any) -> None:
     tokens, _ = decode(StaticDecoder(model, 32), list(range(20)), 12)
     assert tokens == decode(GrowingDecoder(model), list(range(20)), 12)[0]
+
+
+@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS, FEW_ROWS + 1])
+def test_weights_as_the_left_factor_give_the_same(rows: int) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES | {"max_position_embeddings": 2 * FEW_ROWS})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompt = [3 * number % 90 for number in range(rows)]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0, -1].float()
+    torch.testing.assert_close(GrowingDecoder(model).prefill(prompt), expected, rtol=0.05, atol=0.05)
 
 
 def test_getting_ready_is_journaled_phase_by_phase(model: Any, tmp_path: Any) -> None:
