@@ -24,6 +24,7 @@ import runpy
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -62,7 +63,7 @@ class Forked(NamedTuple):
 
 
 class OutOfDate(Exception):
-    """The resident stands for packages or an environment that are others by now."""
+    """The resident stands for packages or an environment that are others by now, or for imports that failed."""
 
 
 class Resident:
@@ -77,13 +78,23 @@ class Resident:
         self._began_with = dict(os.environ)
         self._stamps: dict[str, tuple[int, int]] = {}
         self._added: dict[str, str] = {}
+        self._failure: str | None = None
+
+    @property
+    def status(self) -> str:
+        """What it is good for, for people."""
+        return self._failure or f"holds {len(sys.modules)} modules in {resident_bytes() >> 20} MiB"
 
     def load(self) -> None:
-        """Do the imports."""
-        importlib.import_module(self.module)
+        """Do the imports. One that fails is the answer to the next request, after which they are tried anew."""
         package = self.module.partition(".")[0]
-        for point in entry_points(group=GROUP, name=package):
-            point.load()()
+        try:
+            importlib.import_module(self.module)
+            for point in entry_points(group=GROUP, name=package):
+                point.load()()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever modules raise, the engine starts without us
+            traceback.print_exc()
+            self._failure = f"importing {self.module} failed: {type(error).__name__}: {error}"
         self._added = {name: value for name, value in os.environ.items() if self._began_with.get(name) != value}
         self._stamps = dict(_stamps())
         gc.collect()
@@ -95,6 +106,8 @@ class Resident:
         Raises:
             OutOfDate: no request can be accepted any more.
         """
+        if self._failure is not None:
+            raise OutOfDate(self._failure)
         if request.keeper != os.getppid():
             raise OutOfDate("its keeper is another one by now, whose child the engine would not be")
         if changed := next((path for path, stamp in self._stamps.items() if _stamp(path) != stamp), None):
@@ -242,7 +255,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(arguments.socket))
         listener.listen()
-        Notifier.from_environment().ready(f"holds {len(sys.modules)} modules in {resident_bytes() >> 20} MiB")
+        Notifier.from_environment().ready(resident.status)
         try:
             forked = resident.serve(listener)
         except OutOfDate as error:

@@ -11,6 +11,8 @@ from pathlib import Path
 IMPORTED_BY = os.getpid()
 if os.environ.get("IMPORT_STARTS") == "thread":
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+if os.environ.get("IMPORT_STARTS") == "nothing" and "--socket" in sys.argv:
+    import there_is_no_such_module  # type: ignore[import-not-found]  # noqa: F401
 
 if __name__ == "__main__":
     import slow_engine  # type: ignore[import-not-found]

@@ -138,6 +138,19 @@ def test_a_resident_with_threads_forks_nobody(node: Node) -> None:
     assert how(node)[-1] == ("refused", "it has 2 threads")
 
 
+def test_imports_that_fail_are_the_reason_of_a_plain_start_and_are_tried_again_after_it(node: Node) -> None:
+    add(node, env={"IMPORT_STARTS": "nothing"})
+    node.start()
+    first = node.ready_pid("a")
+    resident = node.ready_pid("a-preload")
+    reason = "importing slow_engine failed: ModuleNotFoundError: No module named 'there_is_no_such_module'"
+    assert node.child("a-preload")["status"] == reason
+    second = restart(node, first)
+    assert second["imported_by"] == second["pid"]
+    assert how(node)[-1] == ("refused", reason)
+    node.ready_pid("a-preload", after=resident)
+
+
 def test_a_resident_made_in_another_environment_forks_nobody(node: Node) -> None:
     add(node)
     node.children[1]["env"] = {**node.children[1]["env"], "OMP_NUM_THREADS": "17"}
