@@ -1,7 +1,8 @@
 """Two clocks that run beside the episodes: how long each slot was not ready, and how long no slot was.
 
-A slot's clock stops while it is stopped on purpose: its engine has ended and nobody opened an episode for that. After
-an abandoned episode it goes on: nobody is recovering, and the slot is still not ready.
+A slot's clock stops while it is stopped on purpose: its engine has ended and nobody opened an episode for that, or its
+episode was abandoned because of that. After any other abandoned episode it goes on: nobody is recovering, and the slot
+is still not ready.
 
 Time without readiness burns the budget for faults, except in a planned recovery until its deadline.
 
@@ -96,8 +97,8 @@ class Availability:
         ended = self._stop_all(change.lost_ns) if change.lost_ns is not None else None
         at_ns = replay.clock.place(event)
         if (closed := change.closed) is not None:
-            if closed.outcome == "ready":
-                ended = self._enter(closed.slot, "ready", closed.end_ns()) or ended
+            if closed.outcome == "ready" or closed.stopped:
+                ended = self._enter(closed.slot, "stopped" if closed.stopped else "ready", closed.end_ns()) or ended
             else:
                 ended = self._enter(closed.slot, "unready", closed.end_ns(), self._grace_ns(closed, replay)) or ended
         if (opened := change.opened) is not None:

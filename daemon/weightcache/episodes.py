@@ -116,6 +116,8 @@ class Episode:
     closed_ns: int | None = None
     verified: bool | None = None
     generation: str | None = None
+    stopped: bool = False
+    """Whether it was ended by whoever stopped its slot on purpose: nobody is meant to recover it."""
     attempts: list[Attempt] = field(default_factory=list)
     seen_ns: int = 0
     """The latest time anything was heard of it."""
@@ -387,6 +389,7 @@ class Replay:
         if event.kind == "episode_close" and episode.is_open:
             episode.verified, episode.generation = event.attributes.get("verified"), event.attributes.get("generation")
             episode._closed_path = event.attributes.get("path")
+            episode.stopped = event.name == "abandoned" and event.attributes.get("reason") == "stopped"
             return change._replace(closed=self._close(episode, event.name, at_ns))
         return change
 

@@ -20,10 +20,11 @@ WITH opened AS (
   FROM e WHERE kind = 'episode_open'
 ), closed AS (
   SELECT node, episode, name AS outcome, at_ns AS closed_ns, min(id) AS closed_id,
-         json_extract(attributes, '$.verified') AS verified, json_extract(attributes, '$.path') AS told_path
+         json_extract(attributes, '$.verified') AS verified, json_extract(attributes, '$.path') AS told_path,
+         name = 'abandoned' AND coalesce(json_extract(attributes, '$.reason') = 'stopped', 0) AS stopped
   FROM e WHERE kind = 'episode_close' GROUP BY node, episode
 )
-SELECT o.*, outcome, closed_ns, closed_id, verified, told_path, cause IN (SELECT cause FROM planned_causes) AS planned,
+SELECT o.*, outcome, closed_ns, closed_id, verified, told_path, stopped, cause IN (SELECT cause FROM planned_causes) AS planned,
        max(told_ns, coalesce(lag(closed_ns) OVER past, 0)) AS fault_ns, lead(opened_id) OVER past AS next_opened_id, (
          SELECT p.episode FROM opened p LEFT JOIN closed c USING (node, episode)
          WHERE p.node = o.node AND p.slot = o.slot AND p.opened_id < o.opened_id AND c.told_path IS NOT 'standby'
@@ -176,7 +177,8 @@ WITH exits AS (
   JOIN thresholds t ON t.path = CASE k.path WHEN 'unknown' THEN hope ELSE k.path END
   WHERE planned AND l.id < coalesce(closed_id, 9e18)
   UNION ALL
-  SELECT o.node, o.slot, closed_id, closed_ns, closed_ns, CASE outcome WHEN 'ready' THEN 'ready' ELSE 'unready' END,
+  SELECT o.node, o.slot, closed_id, closed_ns, closed_ns,
+         CASE WHEN outcome = 'ready' THEN 'ready' WHEN stopped THEN 'stopped' ELSE 'unready' END,
          planned * (fault_ns + seconds * 1000000000)
   FROM episodes o JOIN final_paths f USING (node, episode) JOIN thresholds t ON t.path = f.path
   WHERE closed_id IS NOT NULL
@@ -249,7 +251,7 @@ CREATE TEMP TABLE moment (now_ns INTEGER);
 INSERT INTO moment VALUES (0);
 
 CREATE TEMP VIEW standing AS
-  SELECT o.node, o.slot, o.episode, cause, planned, fault_ns, opened_ns, closed_ns <= now_ns AS over, outcome, verified,
+  SELECT o.node, o.slot, o.episode, cause, planned, fault_ns, opened_ns, closed_ns <= now_ns AS over, outcome, verified, stopped,
          closed_ns, now_ns, previous, coalesce(CASE WHEN closed_ns <= now_ns THEN told_path END, (
            SELECT path FROM known k WHERE k.node = o.node AND k.episode = o.episode AND k.at_ns <= now_ns
            ORDER BY at_ns DESC LIMIT 1), 'unknown') AS path,

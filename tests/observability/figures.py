@@ -89,15 +89,12 @@ def p95(path: str) -> Answer:
 
 
 def slo_events(facts: Facts) -> Found:
-    """Recoveries by path and class; planned ones only when late."""
-    class_ = (
-        "CASE WHEN outcome != 'ready' THEN 'failed' "
-        "WHEN seconds > (SELECT t.seconds FROM thresholds t WHERE t.path = r.path) THEN 'late' ELSE 'good' END"
-    )
+    """Recoveries by path and class; planned ones, and those of a slot stopped on purpose, only when late."""
     late = "seconds > (SELECT t.seconds FROM thresholds t WHERE t.path = r.path)"
+    class_ = f"CASE WHEN outcome != 'ready' AND NOT stopped THEN 'failed' WHEN {late} THEN 'late' ELSE 'good' END"
     query = (
         f"SELECT path, class, sum(n) FROM (SELECT path, {class_} AS class, 1 AS n FROM recoveries r "
-        f"WHERE NOT planned OR {late} UNION ALL "
+        f"WHERE NOT (planned OR stopped) OR {late} UNION ALL "
         f"SELECT path, 'late', 1 FROM still WHERE deadline_s * 1e9 < now_ns) GROUP BY 1, 2"
     )
     every = [label(path=path, **{"class": name}) for path in PATHS for name in ("good", "late", "failed")]

@@ -53,6 +53,9 @@ NODES: Final = {
 """On these days each node's recording begins anew."""
 LATER_S: Final = {"demo": 15}
 """So many seconds into the day, so that a scrape falls into the ten of them in which a phase was stuck."""
+GIVEN_UP: Final = {"ranks": (10, 35)}
+"""On these days it begins as well, and is left when its keeper has given up: nobody came to restart the engine."""
+GIVEN_UP_AFTER_S: Final = 108
 CUT: Final = {"ranks": 96}
 """It begins once more so many seconds before the end."""
 
@@ -80,19 +83,26 @@ class Past:
         rows.sort(key=lambda row: row[1])
         self.events: list[Event] = []
         self.spans: list[Span] = []
-        begins = [END_S - (days - day) * DAY_S + LATER_S.get(node, 0) for day in NODES[node] if day < days]
-        begins += [END_S - CUT[node]] if node in CUT else []
-        for turn, begin in enumerate(begins):
-            shift = begin * SECOND - rows[0][2]
-            shifted = [self._shifted(row, turn, shift) for row in rows]
+        self.examined = Span(0, 0)
+        """The repetition during which every question is asked, not only at the end: the last whole one."""
+        for turn, (begin, lasts_s) in enumerate(self._begins()):
+            shift, end = begin * SECOND - rows[0][2], (begin + lasts_s) * SECOND
+            shifted = [event for row in rows if (event := self._shifted(row, turn, shift)).wall_ns < end]
             self.spans.append(Span(shifted[0].wall_ns, shifted[-1].wall_ns))
             self.events += shifted
+            if len(shifted) == len(rows) and self.spans[-1].end <= END_S * SECOND:
+                self.examined = self.spans[-1]
         self.events = [event._replace(id=number) for number, event in enumerate(self.events, 1)]
 
-    @property
-    def examined(self) -> Span:
-        """The repetition during which every question is asked, not only at the end: the last whole one."""
-        return [span for span in self.spans if span.end <= END_S * SECOND][-1]
+    def _begins(self) -> Iterator[tuple[int, int]]:
+        """When the recording begins anew, in Unix seconds, and for how many seconds at most."""
+        given_up = GIVEN_UP.get(self.node, ())
+        for day in sorted({*NODES[self.node], *given_up}):
+            if day < self.days:
+                begin = END_S - (self.days - day) * DAY_S + LATER_S.get(self.node, 0)
+                yield begin, GIVEN_UP_AFTER_S if day in given_up else DAY_S
+        if self.node in CUT:
+            yield END_S - CUT[self.node], DAY_S
 
     def _shifted(self, row: list[Any], turn: int, shift: int) -> Event:
         boot, boottime, wall, _, slot, episode, attempt, rank, kind, name, facts = row

@@ -50,6 +50,23 @@ def test_after_an_abandoned_recovery_nothing_is_ready():
     assert (availability.outage, outages) == (Outage(at(0), None), [])
 
 
+def test_a_recovery_ended_by_stopping_its_slot_leaves_the_slot_stopped():
+    stopped = exited(Story(episode="1" * 32).open(0).close(60, "abandoned", reason="stopped"), 62)
+    availability, outages = watch(stopped)
+    slot = availability.slots["a"]
+    assert (slot.state, slot.unready_s(at(900)), slot.burned_s(at(900)), slot.observed_s(at(900))) == (
+        "stopped",
+        60,
+        60,
+        60,
+    )
+    assert (availability.service.burned_s(at(900)), availability.outage) == (60, None)
+    assert outages == [Outage(at(0), at(60))]
+    availability, _ = watch(stopped, Story(episode="2" * 32).open(1000, "first_start").close(1010))
+    slot = availability.slots["a"]
+    assert (slot.state, slot.unready_s(at(1100)), slot.observed_s(at(1100))) == ("ready", 70, 160)
+
+
 def test_a_standby_makes_the_outage_short_and_the_recovery_no_shorter():
     availability, outages = watch(
         Story(slot="a", episode="1" * 32).open(0).close(30),

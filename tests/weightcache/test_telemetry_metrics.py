@@ -250,6 +250,25 @@ class TestWholeEvents:
         assert self.kept(Books().tell(planned(599, "1" * 32), now=700)) == dict.fromkeys(CLASSES, 0)
         assert self.kept(Books().tell(planned(601, "2" * 32), now=700)) == {"good": 0, "late": 1, "failed": 0}
 
+    def test_a_recovery_ended_by_stopping_its_slot_has_not_failed_and_counts_only_when_late(self):
+        def stopped(seconds):
+            story = Story().open(0).lookup(1, "miss", reason="absent")
+            return Books().tell(story.close(seconds, "abandoned", reason="stopped"), now=1000)
+
+        assert self.kept(stopped(599)) == dict.fromkeys(CLASSES, 0)
+        assert self.kept(stopped(601)) == {"good": 0, "late": 1, "failed": 0}
+        assert stopped(599)("readmit_recoveries_late_total", path="miss") == 0
+        assert stopped(599)("readmit_recoveries_total", path="miss", outcome="abandoned") == 1
+
+    def test_a_slot_stopped_in_the_middle_of_its_recovery_is_not_waited_for(self):
+        """What `ReadmitNobodyRecovers` reads, after a stop on purpose and after the keeper gave up."""
+        for reason, wanted in (("stopped", 0), ("restarts_exhausted", 1)):
+            books = Books().tell(Story().open(0).close(30, "abandoned", reason=reason), now=100)
+            assert books("readmit_slot_wanted", slot="a") == wanted
+            assert books("readmit_slot_ready", slot="a") == 0
+            assert books("readmit_recovery_started_timestamp_seconds", slot="a") == 0
+            assert books("readmit_budget_burned_seconds_total", slot="a") == (100 if wanted else 30)
+
     def test_they_leave_after_90_days(self):
         books = Books().tell(miss(700), now=90 * 86_400)
         assert self.kept(books)["late"] == 1

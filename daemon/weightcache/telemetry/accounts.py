@@ -257,10 +257,11 @@ class Accounts:
         self.recoveries.step(path, episode.outcome, trace=trace)
         self.by_cause.step(episode.cause)
         late = episode.total_s > self._objectives.thresholds_s[path]
-        if late or not ready:
+        failed = not ready and not episode.stopped
+        if late or failed:
             self.late.step(path)
-        if late or episode.cause not in PLANNED_CAUSES:
-            self.budget[path].add(episode.closed_ns, "late" if late and ready else "good" if ready else "failed")
+        if late or not (episode.stopped or episode.cause in PLANNED_CAUSES):
+            self.budget[path].add(episode.closed_ns, "failed" if failed else "late" if late else "good")
         if ready and episode.verified:
             self.readiness.observe(path, value=episode.total_s, trace=trace)
         elif ready:
