@@ -31,14 +31,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from weightcache.keeper.launch import EXEC_FAILED, GO, limit, prepare_signals
-from weightcache.keeper.preloaded import REQUEST_BYTES
+from weightcache.keeper.preloaded import PRELOADED, REQUEST_BYTES
 from weightcache.memory import resident_bytes
 from weightcache.sdnotify import Notifier
 
 GROUP: Final = "readmit.preload"
 """Entry points named like a top-level package, called after the import of a module of it, to import the rest."""
-PRELOADED: Final = "READMIT_PRELOADED"
-"""Set in the environment of engines that were forked."""
 
 _OF_THE_MOMENT: Final = ("READMIT_", "LISTEN_", "WATCHDOG_", "NOTIFY_SOCKET", "TRACEPARENT", "OPENBLAS_NUM_THREADS")
 """Variables, or beginnings of such, that differ between any two processes of a node, and that no import depends on."""

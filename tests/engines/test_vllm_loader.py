@@ -1,6 +1,7 @@
 """Load format ``weightcache`` in vLLM: the same bytes, the same answers, and every refusal with its reason."""
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -8,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engines import checkpoints
+from tests.fixtures.checkpoints import fp8
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
@@ -25,8 +27,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
 from weightcache import messages
-from weightcache.errors import CacheMiss, CheckpointError, ConfigError
+from weightcache.checkpoint import Folder
+from weightcache.errors import CacheMiss, CheckpointError, ConfigError, UnsupportedQuantForIPCError
 from weightcache.integrations import vllm, vllm_loader
+from weightcache.integrations.vllm_identity import barred
 from weightcache.integrations.vllm_loader import WeightCacheLoader
 from weightcache.protocol import Connection
 from weightcache.version import VERSION
@@ -35,9 +39,16 @@ PROMPTS = [[1, 5, 9, 30, 77, 200], [1, 400, 3], [1, *range(40, 140)]]
 State = dict[str, tuple[str, tuple[int, ...], str]]
 
 
-@pytest.fixture(scope="module", params=list(checkpoints.ARCHITECTURES))
+MODELS: dict[str, Callable[[Path], Path]] = {
+    name: functools.partial(checkpoints.write, name) for name in checkpoints.ARCHITECTURES
+}
+if torch.cpu._is_amx_tile_supported():  # vLLM has no other kernel for it on a CPU
+    MODELS["llama_block_fp8"] = fp8
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
+    return MODELS[request.param](tmp_path_factory.mktemp(request.param) / request.param)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +199,64 @@ def test_what_cannot_travel_is_refused_before_a_byte_is_loaded(
     with pytest.raises(CacheMiss) as refused:
         load(vllm_config, daemon, policies={reason: "fail"})
     assert (refused.value.reason, refused.value.detail) == (reason, detail)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "detail"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, "awq"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}, "gptq"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8_per_tensor"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}, "compressed-tensors"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.usefixtures("vllm_config")
+def test_a_quantised_checkpoint_is_refused_by_its_family(
+    llama: Path, tmp_path: Path, quantization: dict[str, Any], detail: str
+) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": quantization}))
+    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True)
+    refused = barred(*_configs(arguments), Folder.open(folder))
+    assert isinstance(refused, UnsupportedQuantForIPCError)
+    assert refused.detail == detail
+
+
+def _configs(arguments: EngineArgs) -> tuple[VllmConfig, Any]:
+    """vLLM's own, which are checked against its platform only as far as they can be made."""
+    model_config = arguments.create_model_config()
+    return VllmConfig(), model_config
+
+
+def test_without_a_daemon_the_weights_come_from_disk_and_the_reason_is_told(
+    vllm_config: VllmConfig, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "no.sock"
+    with pytest.raises(CacheMiss) as refused:
+        load(vllm_config, nowhere, policies={"no_daemon": "fail"})
+    assert refused.value.reason == "no_daemon"
+    model, loader = load(vllm_config, nowhere)
+    assert loader.outcome is not None
+    assert (loader.outcome.path, loader.outcome.reason) == ("miss", "no_daemon")
+    assert loader.get_external_weight_memory(vllm_config) == 0
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_on_the_hub_is_its_snapshot_of_the_revision_that_is_asked_for(
+    vllm_config: VllmConfig, daemon: Path, llama: Path, tmp_path: Path
+) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(llama, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    model_config.model, model_config.revision, load_config.download_dir = "org/tiny", "b" * 40, str(tmp_path / "hub")
+    _, loader = load(vllm_config, daemon)
+    folder = loader.folder(model_config)
+    assert (folder.root, folder.revision) == (str(repository / "snapshots" / ("b" * 40)), "b" * 40)
 
 
 def test_weights_that_processing_moves_elsewhere_are_never_published(

@@ -1,12 +1,13 @@
 """Phases from what vLLM says."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 from vllm.logger import _configure_vllm_root_logger
 
-from weightcache.integrations import vllm_phases
+from weightcache.integrations import vllm_fork, vllm_phases
 from weightcache.journal import Journal
 
 
@@ -36,3 +37,16 @@ def test_lines_are_heard_also_after_vllm_has_set_up_its_log_anew(
         ("phase_begin", "server_ready"),
         ("phase_end", "server_ready"),
     ]
+
+
+def test_a_release_that_makes_its_tokenizer_elsewhere_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_phases, "TOKENIZER", "renamed_in_another_release")
+    vllm_phases._time_tokenizer(vllm_phases.Marks())
+    monkeypatch.setattr(vllm_phases, "MAKES_TOKENIZERS", ("vllm.moved_in_another_release",))
+    vllm_phases._time_tokenizer(vllm_phases.Marks())
+
+
+def test_what_another_release_has_moved_is_not_held_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_fork, "LATE", ("vllm.moved_in_another_release.core", "vllm.v1.engine.core"))
+    vllm_fork.preload()
+    assert "vllm.v1.engine.core" in sys.modules

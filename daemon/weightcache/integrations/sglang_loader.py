@@ -33,6 +33,7 @@ from weightcache.errors import CacheMiss, CheckpointError, UnsupportedQuantForIP
 from weightcache.fingerprint import CacheConfig, stable_hash
 from weightcache.identity import computed_from, digest_of, prove
 from weightcache.integrations.loader_options import read_options
+from weightcache.integrations.model_folder import model_folder
 from weightcache.integrations.torch_names import capability_name, dtype_name
 from weightcache.journal import Journal
 
@@ -108,11 +109,16 @@ class _Load:
         return self._model
 
     def _attach(self) -> Outcome:
-        folder = Folder.open(self._model_config.model_path)
+        name, revision = self._model_config.model_path, self._model_config.revision
+        download_dir = self._loader.load_config.download_dir
+        folder = model_folder(name, revision, download_dir, lambda: self._loader.download_model(self._model_config))
         with self._journal.phase("load_weights.skeleton"), torch.device("meta"):
             self._model = self._build()
+        miss = barred(self._model_config, folder)
         with self._journal.phase("load_weights.match"):
-            digest = digest_of(folder).digest or prove(Checkpoint.open(folder))
+            digest = digest_of(folder).digest
+            if digest is None and miss is None:
+                digest = prove(Checkpoint.open(folder))
 
         def load(progress: Progress) -> None:
             self._read(progress)
@@ -134,7 +140,7 @@ class _Load:
             load_bytes=_bytes(self._model),
             journal=self._journal,
             device=torch.cuda.current_device() if self._target.type == "cuda" else None,
-            barred=barred(self._model_config, folder),
+            barred=miss,
             **self._loader.options,
         )
 

@@ -5,10 +5,13 @@ engine core and workers would import everything once more, which is most of a re
 and nothing without `weightcache.preload`.
 """
 
+import contextlib
 import functools
 import importlib
 import os
 from typing import Any, Final
+
+from weightcache.keeper.preloaded import PRELOADED
 
 METHOD: Final = "VLLM_WORKER_MULTIPROC_METHOD"
 LATE: Final = (
@@ -24,8 +27,6 @@ LATE_BY_DEVICE: Final = {
     "cpu": ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn"),
     "cuda": ("vllm.v1.worker.gpu_worker",),
 }
-PRELOADED: Final = "READMIT_PRELOADED"
-"""Set in processes that `weightcache.preload` has forked."""
 
 
 def wanted() -> bool:
@@ -56,4 +57,5 @@ def preload() -> None:
     from vllm.platforms import current_platform
 
     for module in (*LATE_BY_DEVICE.get(current_platform.device_type, ()), *LATE):
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # moved by another release: imported when it is needed
+            importlib.import_module(module)

@@ -32,6 +32,7 @@ from weightcache.errors import CacheMiss, CheckpointError, ConfigError
 from weightcache.fingerprint import CacheConfig
 from weightcache.identity import digest_of, prove
 from weightcache.integrations.loader_options import read_options
+from weightcache.integrations.model_folder import model_folder
 from weightcache.integrations.vllm_identity import barred, cache_config, is_draft
 from weightcache.journal import Journal
 
@@ -102,7 +103,7 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
         model_config = vllm_config.model_config
         if self.mode == "off":
             return 0
-        folder = Folder.open(model_config.model)
+        folder = self.folder(model_config)
         config = cache_config(vllm_config, model_config, folder, digest_of(folder).digest)
         try:
             connection = Connection(self.options.get("socket") or paths.socket_path(), messages.Hello(version=VERSION))
@@ -113,6 +114,11 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
             return 0  # what loading will say more about: nothing is held for us
         held = {generation["generation"]: generation["bytes"] for generation in status.data["generations"]}
         return int(held.get(would.data["generation"], 0)) if would.data["would_hit"] else 0
+
+    def folder(self, model_config: ModelConfig) -> Folder:
+        """Where the model lies, downloaded if need be."""
+        name, revision, folder = model_config.model, model_config.revision, self.load_config.download_dir
+        return model_folder(name, revision, folder, lambda: self.download_model(model_config))
 
     def disk(self) -> DefaultModelLoader:
         """The loader that reads the files."""
@@ -164,14 +170,17 @@ class _Load:
         return self.model
 
     def _attach(self) -> Outcome:
-        folder = Folder.open(self.model_config.model)
+        folder = self._loader.folder(self.model_config)
         forget = _forgetting(self._vllm_config)
         with self._journal.phase("load_weights.skeleton"):
             with torch.device("meta"):
                 self.model = self._build()
             _settle(self.model, self._target)
+        miss = barred(self._vllm_config, self.model_config, folder)
         with self._journal.phase("load_weights.match"):
-            digest = digest_of(folder).digest or prove(Checkpoint.open(folder))
+            digest = digest_of(folder).digest
+            if digest is None and miss is None:
+                digest = prove(Checkpoint.open(folder))
 
         def load(progress: Progress) -> None:
             forget()
@@ -190,7 +199,7 @@ class _Load:
             return self._attach_or_keep(
                 cache_config(self._vllm_config, self.model_config, folder, digest),
                 load,
-                barred(self._vllm_config, self.model_config, folder),
+                miss,
             )
         except BaseException:
             forget()  # or the next model in this process would get the skeleton's rotary embeddings

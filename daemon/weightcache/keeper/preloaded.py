@@ -18,6 +18,8 @@ from weightcache.keeper.launch import Launch
 ANSWER_S: Final = 2.0
 """How long the resident may take to check itself and fork; what takes longer is slower than it is worth."""
 REQUEST_BYTES: Final = 1 << 20
+PRELOADED: Final = "READMIT_PRELOADED"
+"""Set in the environment of engines that were forked."""
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
