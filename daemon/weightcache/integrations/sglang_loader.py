@@ -27,13 +27,14 @@ from torch import nn
 
 from weightcache import quantization
 from weightcache.attachment import Outcome, Progress, ignore_progress
-from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.checkpoint import Folder
 from weightcache.client import attach
-from weightcache.errors import CacheMiss, CheckpointError, UnsupportedQuantForIPCError
+from weightcache.errors import CacheMiss, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig, stable_hash
-from weightcache.identity import computed_from, digest_of, prove
+from weightcache.identity import computed_from
 from weightcache.integrations.loader_options import read_options
-from weightcache.integrations.model_folder import model_folder
+from weightcache.integrations.model_folder import digest_before, model_folder, require_unchanged
+from weightcache.integrations.skeleton import become, nbytes
 from weightcache.integrations.torch_names import capability_name, dtype_name
 from weightcache.journal import Journal
 
@@ -116,28 +117,18 @@ class _Load:
             self._model = self._build()
         miss = barred(self._model_config, folder)
         with self._journal.phase("load_weights.match"):
-            digest = digest_of(folder).digest
-            if digest is None and miss is None:
-                digest = prove(Checkpoint.open(folder))
+            digest = digest_before(folder, shared=miss is None)
 
         def load(progress: Progress) -> None:
             self._read(progress)
-            if digest_of(folder).digest != digest:
-                raise CheckpointError(
-                    "changed",
-                    f"the files of {folder.path} changed while the model was loaded",
-                    expected=f"content {digest}",
-                    found="files written to since it was determined",
-                    remedy="Do not write to a checkpoint in use; start again",
-                    path=folder.path,
-                )
+            require_unchanged(folder, digest)
 
         return attach(
             self._model,
             cache_config(self._model_config, folder, digest, self._target),
             mode=self._loader.mode,
             load=load,
-            load_bytes=_bytes(self._model),
+            load_bytes=nbytes(self._model),
             journal=self._journal,
             device=torch.cuda.current_device() if self._target.type == "cuda" else None,
             barred=miss,
@@ -153,7 +144,7 @@ class _Load:
     def _read(self, progress: Progress) -> None:
         with self._target:
             loaded = self._build()
-        total, disk = _bytes(loaded), self._loader.disk
+        total, disk = nbytes(loaded), self._loader.disk
         progress(0, total)
         disk.load_weights_only(loaded, disk._get_all_weights(self._model_config, loaded), self._target)
         if not self.processes_after:
@@ -162,8 +153,7 @@ class _Load:
         if type(self._model) is nn.Module:
             self._model = loaded
         else:
-            # One state under two objects: whoever holds the skeleton now holds the loaded model.
-            object.__setattr__(self._model, "__dict__", loaded.__dict__)
+            become(self._model, loaded)
 
     def _build(self) -> nn.Module:
         built: nn.Module = _initialize_model(self._model_config, self._loader.disk.load_config, self._quantization)
@@ -262,7 +252,3 @@ def _choices() -> dict[str, Any]:
         "attention": str(chosen.kernel.attention_backend),
         "overrides": str(get_model().json_model_override_args),
     }
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

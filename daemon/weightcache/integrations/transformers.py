@@ -31,6 +31,7 @@ from weightcache.client import attach
 from weightcache.errors import ConfigError, UnsupportedQuantForIPCError, WeightCacheError
 from weightcache.fingerprint import CacheConfig
 from weightcache.identity import computed_from, digest_of, remember
+from weightcache.integrations.skeleton import nbytes
 from weightcache.integrations.torch_names import capability_name, dtype_name
 from weightcache.integrations.transformers_form import Form
 from weightcache.integrations.transformers_loading import build, import_architecture, load_model
@@ -113,7 +114,7 @@ def from_pretrained(
         cache_config(folder, model, digest, place, tp_size, tp_rank),
         mode=mode,
         load=load,
-        load_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        load_bytes=nbytes(model),
         load_command=_load_command(folder, model.dtype, place, tp_size, tp_rank),
         socket=socket,
         journal=journal,

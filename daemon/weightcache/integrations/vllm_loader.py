@@ -26,13 +26,14 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightcache.attachment import Outcome, Progress, ignore_progress
 from weightcache.binding import walk
-from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.checkpoint import Folder
 from weightcache.client import attach
-from weightcache.errors import CacheMiss, CheckpointError, ConfigError
+from weightcache.errors import CacheMiss, ConfigError
 from weightcache.fingerprint import CacheConfig
-from weightcache.identity import digest_of, prove
+from weightcache.identity import digest_of
 from weightcache.integrations.loader_options import read_options
-from weightcache.integrations.model_folder import model_folder
+from weightcache.integrations.model_folder import digest_before, model_folder, require_unchanged
+from weightcache.integrations.skeleton import become, nbytes
 from weightcache.integrations.vllm_identity import barred, cache_config, is_draft
 from weightcache.journal import Journal
 
@@ -178,22 +179,12 @@ class _Load:
             _settle(self.model, self._target)
         miss = barred(self._vllm_config, self.model_config, folder)
         with self._journal.phase("load_weights.match"):
-            digest = digest_of(folder).digest
-            if digest is None and miss is None:
-                digest = prove(Checkpoint.open(folder))
+            digest = digest_before(folder, shared=miss is None)
 
         def load(progress: Progress) -> None:
             forget()
             self._read(progress)
-            if digest_of(folder).digest != digest:
-                raise CheckpointError(
-                    "changed",
-                    f"the files of {folder.path} changed while the model was loaded",
-                    expected=f"content {digest}",
-                    found="files written to since it was determined",
-                    remedy="Do not write to a checkpoint in use; start again",
-                    path=folder.path,
-                )
+            require_unchanged(folder, digest)
 
         try:
             return self._attach_or_keep(
@@ -212,7 +203,7 @@ class _Load:
                 config,
                 mode=self._loader.mode,
                 load=load,
-                load_bytes=_bytes(self.model),
+                load_bytes=nbytes(self.model),
                 journal=self._journal,
                 device=self._target.index if self._target.type == "cuda" else None,
                 barred=miss,
@@ -237,15 +228,14 @@ class _Load:
         """
         with self._target:
             loaded = self._build()
-        total = _bytes(loaded)
+        total = nbytes(loaded)
         progress(0, total)
         self._loader.disk().load_weights(loaded, self.model_config)
         progress(total, total)
         if type(self.model) is nn.Module:
             self.model = loaded
         else:
-            # One state under two objects: whoever holds the skeleton now holds the loaded model.
-            object.__setattr__(self.model, "__dict__", loaded.__dict__)
+            become(self.model, loaded)
         if self._shares_processed:
             held = {name for name, tensor in self.model.named_parameters() if tensor.numel()}
             self._process()
@@ -290,10 +280,6 @@ def _settle(model: nn.Module, target: torch.device) -> None:
     for stray in found.strays:
         if stray.tensor.is_meta and stray.tensor.numel() == 0:  # such as KV caches that are still to come
             stray.holder[stray.key] = torch.empty_like(stray.tensor, device=target)
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def told(outcome: Outcome) -> str:
