@@ -3,6 +3,7 @@
 Only what somebody promised or configured comes from outside the journal: thresholds, budgets, histogram bounds.
 """
 
+import functools
 import sqlite3
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,7 @@ class Facts:
         self._given("phases", "phase, place", [(phase, place) for place, phase in enumerate(PHASES, 1)])
         self._given("paths", "path", [(path,) for path in PATHS])
         self._connection.executescript(_SQL.read_text())
+        self._ran = functools.cache(self._ran_until)  # many questions are about the same moments
         self.outage_threshold_s = objectives.outage_threshold_s
         self.began_s = began_s
         self.now_s: float = 0
@@ -84,12 +86,14 @@ class Facts:
 
     def ran(self, what: str, ago_s: float = 0, by: str = "clock", where: str = "1") -> dict[Any, float]:
         """Seconds that clocks ran until so many seconds ago: ``burned`` or ``observed``, by columns of ``clocks``."""
-        moment = f"min(coalesce(end_ns, {self.ago(ago_s / 60)}), {self.ago(ago_s / 60)})"
+        return self._ran(what, self.ago(ago_s / 60), by, where)
+
+    def _ran_until(self, what: str, moment: int, by: str, where: str) -> dict[Any, float]:
         begin = "max(begin_ns, grace_ns)" if what == "burned" else "begin_ns"
         state = "state = 'unready'" if what == "burned" else "state != 'stopped'"
         query = (
-            f"SELECT {by}, sum(max(0, {moment} - {begin}) * ({state} AND known_ns <= {self.ago(ago_s / 60)})) / 1e9 "
-            f"FROM clocks WHERE {where} GROUP BY {by}"
+            f"SELECT {by}, sum(max(0, min(coalesce(end_ns, {moment}), {moment}) - {begin}) "
+            f"* ({state} AND known_ns <= {moment})) / 1e9 FROM clocks WHERE {where} GROUP BY {by}"
         )
         return {row[:-1] if len(row) > 2 else row[0]: float(row[-1]) for row in self.rows(query)}
 

@@ -8,6 +8,7 @@ CREATE TEMP TABLE e AS
   JOIN (SELECT node, boot_id, wall_ns - boottime_ns AS offset_ns, min(id) FROM events GROUP BY node, boot_id)
     USING (node, boot_id);
 CREATE INDEX temp.e_by_kind ON e (kind, node, episode);
+CREATE INDEX temp.e_by_id ON e (id);
 CREATE TEMP TABLE nodes AS SELECT DISTINCT node FROM e;
 
 -- Recoveries. ---------------------------------------------------------------------------------------------------------
@@ -219,31 +220,38 @@ CREATE TEMP TABLE daemons AS
   SELECT id, node, at_ns, name AS how, attributes FROM e
   WHERE kind = 'process' AND name IN ('started', 'readopted') AND json_extract(attributes, '$.process') = 'daemon';
 
+CREATE TEMP TABLE endings AS  -- of a generation or a lease, by what an event says of it
+  SELECT id, node, kind, at_ns, json_extract(attributes, iif(kind = 'lease_close', '$.lease', '$.generation')) AS what
+  FROM e WHERE kind IN ('release', 'publish', 'lease_close') AND name != 'begin';
+CREATE INDEX temp.endings_by_what ON endings (node, what, id);
+
 CREATE TEMP TABLE generations AS
   SELECT id, node, at_ns AS begin_ns, json_extract(attributes, '$.generation') AS generation,
          json_extract(attributes, '$.bytes') AS bytes, json_extract(attributes, '$.config') AS config, (
-           SELECT min(x.id) FROM e x WHERE x.node = p.node AND x.id > p.id AND (
-             x.kind IN ('release', 'publish') AND x.name != 'begin'
-             AND json_extract(x.attributes, '$.generation') = json_extract(p.attributes, '$.generation')
-             OR x.id IN (SELECT d.id FROM daemons d WHERE d.node = p.node AND NOT EXISTS (
-                  SELECT 1 FROM json_each(d.attributes, '$.generations')
-                  WHERE value = json_extract(p.attributes, '$.generation'))))) AS end_id
+           SELECT min(x.id) FROM endings x
+           WHERE x.node = p.node AND x.what = json_extract(p.attributes, '$.generation') AND x.id > p.id) AS said_id, (
+           SELECT min(d.id) FROM daemons d WHERE d.node = p.node AND d.id > p.id AND NOT EXISTS (
+             SELECT 1 FROM json_each(d.attributes, '$.generations')
+             WHERE value = json_extract(p.attributes, '$.generation'))) AS lost_id
   FROM e p WHERE kind = 'publish' AND name = 'published';
+ALTER TABLE generations ADD COLUMN end_id INTEGER;
+UPDATE generations SET end_id = nullif(min(coalesce(said_id, 9e18), coalesce(lost_id, 9e18)), 9e18);
 ALTER TABLE generations ADD COLUMN end_ns INTEGER;
 UPDATE generations SET end_ns = (SELECT at_ns FROM e WHERE e.id = end_id);
 
 CREATE TEMP TABLE leases AS
   SELECT g.id AS generation_id, l.node, l.at_ns AS begin_ns, (
-           SELECT min(x.id) FROM e x WHERE x.node = l.node AND x.id > l.id AND (
-             x.kind = 'lease_close' AND json_extract(x.attributes, '$.lease') = json_extract(l.attributes, '$.lease')
-             OR x.id IN (SELECT d.id FROM daemons d WHERE d.node = l.node AND NOT EXISTS (
-                  SELECT 1 FROM json_each(d.attributes, '$.lease_names')
-                  WHERE value = json_extract(l.attributes, '$.lease'))))) AS end_id, g.end_id AS gone_id
+           SELECT min(x.id) FROM endings x
+           WHERE x.node = l.node AND x.what = json_extract(l.attributes, '$.lease') AND x.id > l.id) AS said_id, (
+           SELECT min(d.id) FROM daemons d WHERE d.node = l.node AND d.id > l.id AND NOT EXISTS (
+             SELECT 1 FROM json_each(d.attributes, '$.lease_names')
+             WHERE value = json_extract(l.attributes, '$.lease'))) AS lost_id, g.end_id AS gone_id
   FROM e l JOIN generations g ON g.node = l.node AND g.generation = json_extract(l.attributes, '$.generation')
     AND l.id > g.id AND l.id < coalesce(g.end_id, 9e18)
   WHERE kind = 'lease_open';
 ALTER TABLE leases ADD COLUMN end_ns INTEGER;
-UPDATE leases SET end_ns = (SELECT at_ns FROM e WHERE e.id = min(coalesce(end_id, 9e18), coalesce(gone_id, 9e18)));
+UPDATE leases SET end_ns = (SELECT at_ns FROM e
+  WHERE e.id = min(coalesce(said_id, 9e18), coalesce(lost_id, 9e18), coalesce(gone_id, 9e18)));
 
 -- As of a moment. -----------------------------------------------------------------------------------------------------
 

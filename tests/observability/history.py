@@ -146,8 +146,7 @@ class Node:
             self.forecast.judge()
             families: Iterable[Metric] = self.collector.collect()
         else:
-            families = (*self.collector._slots(self.now_ns), *self.collector._recoveries(self.now_ns))
-            families = (*families, self.accounts.lookups.collect())
+            families = (*self.collector._clocks(self.now_ns), self.accounts.lookups.collect())
         for family in families:
             if everything or family.name in CLOCKS:
                 yield from family.samples

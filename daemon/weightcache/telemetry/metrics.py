@@ -126,6 +126,7 @@ class Collector:
                 *self._cache(),
                 *self._rent(now),
                 *self._recoveries(now),
+                *self._clocks(now),
                 *self._slots(now),
                 *self._promises(),
                 *self._telemetry(),
@@ -212,26 +213,11 @@ class Collector:
         yield worst
         yield self._kept(now)
         availability = self._accounts.availability
-        outage, service = availability.outage, availability.service
+        outage = availability.outage
         yield _gauge(
             "readmit_service_outage_started_timestamp_seconds",
             "When the last ready slot was lost; 0 while there is one.",
             self._wall_s(outage.begin_ns) if outage else 0,
-        )
-        yield _counter(
-            "readmit_service_unready_seconds_total",
-            "Seconds in which no slot of the node was ready and some should have been.",
-            self._rising("service", "unready", service.unready_s(now)),
-        )
-        yield _counter(
-            "readmit_service_budget_burned_seconds_total",
-            "Of those, all but planned recoveries before their deadline.",
-            self._rising("service", "burned", service.burned_s(now)),
-        )
-        yield _counter(
-            "readmit_service_observed_seconds_total",
-            "Seconds in which some slot of the node was meant to be ready.",
-            self._rising("service", "observed", service.observed_s(now)),
         )
         yield _counter(
             "readmit_takeovers_total", "Slots lost while another one was ready and served on.", availability.takeovers
@@ -255,6 +241,41 @@ class Collector:
                 family.add_metric([path, class_], counts[class_])
         return family
 
+    def _clocks(self, now: int) -> Iterator[Metric]:
+        """What runs by itself: the time that each slot and the node were ready or not."""
+        unready = CounterMetricFamily(
+            "readmit_unready_seconds_total", "Seconds without semantic readiness.", labels=["slot"]
+        )
+        burned = CounterMetricFamily(
+            "readmit_budget_burned_seconds_total",
+            "Seconds without semantic readiness, but for planned recoveries before their deadline.",
+            labels=["slot"],
+        )
+        observed = CounterMetricFamily(
+            "readmit_observed_seconds_total", "Seconds in which the slot was meant to be ready.", labels=["slot"]
+        )
+        for name, readiness in self._accounts.availability.slots.items():
+            unready.add_metric([name], self._rising("unready", name, readiness.unready_s(now)))
+            burned.add_metric([name], self._rising("burned", name, readiness.burned_s(now)))
+            observed.add_metric([name], self._rising("observed", name, readiness.observed_s(now)))
+        yield from (unready, burned, observed)
+        service = self._accounts.availability.service
+        yield _counter(
+            "readmit_service_unready_seconds_total",
+            "Seconds in which no slot of the node was ready and some should have been.",
+            self._rising("service", "unready", service.unready_s(now)),
+        )
+        yield _counter(
+            "readmit_service_budget_burned_seconds_total",
+            "Of those, all but planned recoveries before their deadline.",
+            self._rising("service", "burned", service.burned_s(now)),
+        )
+        yield _counter(
+            "readmit_service_observed_seconds_total",
+            "Seconds in which some slot of the node was meant to be ready.",
+            self._rising("service", "observed", service.observed_s(now)),
+        )
+
     def _slots(self, now: int) -> Iterator[Metric]:
         def family(name: str, text: str, *labels: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(name, text, labels=["slot", *labels])
@@ -274,17 +295,6 @@ class Collector:
         last = family(
             "readmit_last_recovery_phase_seconds", "Seconds of each phase in the latest closed episode.", "phase"
         )
-        unready = CounterMetricFamily(
-            "readmit_unready_seconds_total", "Seconds without semantic readiness.", labels=["slot"]
-        )
-        burned = CounterMetricFamily(
-            "readmit_budget_burned_seconds_total",
-            "Seconds without semantic readiness, but for planned recoveries before their deadline.",
-            labels=["slot"],
-        )
-        observed = CounterMetricFamily(
-            "readmit_observed_seconds_total", "Seconds in which the slot was meant to be ready.", labels=["slot"]
-        )
         for name, slot in self._replay.slots.items():
             readiness = self._accounts.availability.slots.get(name)
             if readiness is None:
@@ -302,10 +312,7 @@ class Collector:
             phases = slot.last.phases_s() if slot.last else {}
             for word in (*PHASES, UNATTRIBUTED):
                 last.add_metric([name, word], phases.get(word, 0))
-            unready.add_metric([name], self._rising("unready", name, readiness.unready_s(now)))
-            burned.add_metric([name], self._rising("burned", name, readiness.burned_s(now)))
-            observed.add_metric([name], self._rising("observed", name, readiness.observed_s(now)))
-        yield from (ready, wanted, started, deadline, attempts, phase, phase_started, last, unready, burned, observed)
+        yield from (ready, wanted, started, deadline, attempts, phase, phase_started, last)
 
     def _promises(self) -> Iterator[Metric]:
         objectives = self._objectives
