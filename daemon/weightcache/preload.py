@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -49,7 +50,6 @@ class Request(NamedTuple):
     env: dict[str, str]
     cwd: str | None
     open_files: int
-    keeper: int
 
 
 class Forked(NamedTuple):
@@ -73,6 +73,7 @@ class Resident:
 
     def __init__(self, module: str) -> None:
         self.module = module
+        self._keeper = os.pidfd_open(os.getppid())
         self._began_with = dict(os.environ)
         self._stamps: dict[str, tuple[int, int]] = {}
         self._added: dict[str, str] = {}
@@ -106,8 +107,6 @@ class Resident:
         """
         if self._failure is not None:
             raise OutOfDate(self._failure)
-        if request.keeper != os.getppid():
-            raise OutOfDate("its keeper is another one by now, whose child the engine would not be")
         if changed := next((path for path, stamp in self._stamps.items() if _stamp(path) != stamp), None):
             raise OutOfDate(f"{changed} has changed")
         if differing := differing_variable(self._began_with, request.env):
@@ -126,9 +125,13 @@ class Resident:
         """Answer requests. Returns in the forked process only.
 
         Raises:
-            OutOfDate: after the request that showed it was refused.
+            OutOfDate: after the request that showed it was refused, or at the death of the keeper: an engine forked for
+                another one would not be its child.
         """
         while True:
+            ready, _, _ = select.select([listener.fileno(), self._keeper], [], [])
+            if self._keeper in ready:
+                raise OutOfDate("its keeper has died")
             connection, _ = listener.accept()
             with connection:
                 forked = self._answer(connection)
@@ -161,6 +164,7 @@ class Resident:
     def become(self, forked: Forked) -> None:
         """Turn this forked process into the engine, once the keeper says go; does not return if it does not."""
         request = forked.request
+        os.close(self._keeper)
         try:
             prepare_signals(False)
             os.setsid()

@@ -57,13 +57,7 @@ def launch_preloaded(
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(ANSWER_S)
             connection.connect(str(path))
-            request = {
-                "argv": list(argv),
-                "env": dict(env),
-                "cwd": cwd,
-                "open_files": open_files,
-                "keeper": os.getpid(),
-            }
+            request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "open_files": open_files}
             fds = array.array("i", [theirs.fileno(), output])
             connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             answer: dict[str, Any] = json.loads(connection.recv(REQUEST_BYTES) or b'{"refused": "it died"}')

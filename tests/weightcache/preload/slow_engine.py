@@ -6,11 +6,15 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 IMPORTED_BY = os.getpid()
 if os.environ.get("IMPORT_STARTS") == "thread":
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+if os.environ.get("IMPORT_STARTS") == "cuda":  # told as torch tells it, where there is none to start
+    sys.modules["torch"] = types.ModuleType("torch")
+    sys.modules["torch"].cuda = types.SimpleNamespace(is_initialized=lambda: True)  # type: ignore[attr-defined]
 if os.environ.get("IMPORT_STARTS") == "nothing" and "--socket" in sys.argv:
     import there_is_no_such_module  # type: ignore[import-not-found]  # noqa: F401
 
