@@ -23,6 +23,7 @@ from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
@@ -259,10 +260,9 @@ def test_a_model_on_the_hub_is_its_snapshot_of_the_revision_that_is_asked_for(
     assert (folder.root, folder.revision) == (str(repository / "snapshots" / ("b" * 40)), "b" * 40)
 
 
-def test_weights_that_processing_moves_elsewhere_are_never_published(
-    vllm_config: VllmConfig, daemon: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As on a GPU, where processed weights are shared. On a CPU processing empties parameters, which is what must show.
+@pytest.fixture
+def shares_processed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. On a CPU processing empties parameters, which is what must show."""
     build = vllm_loader._Load.__init__
 
     def shares_processed(self: Any, *rest: Any) -> None:
@@ -270,6 +270,19 @@ def test_weights_that_processing_moves_elsewhere_are_never_published(
         self._shares_processed = True
 
     monkeypatch.setattr(vllm_loader._Load, "__init__", shares_processed)
+
+
+@pytest.mark.usefixtures("shares_processed_weights")
+def test_a_release_that_does_not_ask_for_resident_weights_is_warned_about(
+    vllm_config: VllmConfig, daemon: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(BaseModelLoader, "get_external_weight_memory")
+    load(vllm_config, daemon)
+    assert "does not ask which weights are resident" in caplog.text
+
+
+@pytest.mark.usefixtures("shares_processed_weights")
+def test_weights_that_processing_moves_elsewhere_are_never_published(vllm_config: VllmConfig, daemon: Path) -> None:
     model, loader = load(vllm_config, daemon)
     assert loader.outcome is not None
     assert (loader.outcome.path, loader.outcome.reason) == ("miss", "state_unrestorable")

@@ -171,6 +171,11 @@ class _Load:
         return self.model
 
     def _attach(self) -> Outcome:
+        if self._shares_processed and not hasattr(BaseModelLoader, "get_external_weight_memory"):
+            log.warning(
+                "this vLLM does not ask which weights are resident: it counts them as somebody else's, and its KV"
+                " caches get smaller by as much. Raise --gpu-memory-utilization by their share"
+            )
         folder = self._loader.folder(self.model_config)
         forget = _forgetting(self._vllm_config)
         with self._journal.phase("load_weights.skeleton"):
