@@ -27,6 +27,7 @@ from weightcache.errors import ConfigError, ResourceError, WeightCacheError
 from weightcache.forecast import Forecast
 from weightcache.gpu_watch import Finding, GpuWatch, NvmlError
 from weightcache.journal import Journal, boot_id
+from weightcache.journal.owner import own
 from weightcache.log_line import FORMATS
 from weightcache.logs import complain, configure
 from weightcache.process import Process, Stat
@@ -200,7 +201,7 @@ async def run(options: argparse.Namespace) -> None:
     """Run a daemon with parsed options until SIGTERM, SIGINT or the end of ``--until-pid``.
 
     Raises:
-        ConfigError: an option cannot work; nothing was touched.
+        ConfigError: an option cannot work, or the journal is another node's; nothing was touched.
         ResourceError: detail ``name``: another daemon owns the socket.
     """
     began = time.monotonic()
@@ -213,6 +214,8 @@ async def run(options: argparse.Namespace) -> None:
         _raise_descriptor_limit()
         count_descriptors(len(handed))
         journal = Journal(options.journal or paths.journal_path(), checkpoints=True)
+        if (owned := own(journal.path, journal.context.node)) is not None:
+            stack.callback(os.close, owned)
         stack.callback(journal.close)
         registry = Registry(options.capacity)
         forecast = Forecast(registry)

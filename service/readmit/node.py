@@ -15,6 +15,7 @@ from readmit.config import Config, Slot, split_address
 from readmit.gate.settings import GateSettings
 from weightcache import paths
 from weightcache.errors import ConfigError
+from weightcache.journal.owner import check_owner
 from weightcache.keeper.preloaded import socket_of
 from weightcache.keeper.spec import STOP_S, ChildSpec, KeeperSpec, keeper_command
 from weightcache.keeper.state import check_paths, check_unowned, read, spec_path
@@ -130,14 +131,15 @@ def check(spec: KeeperSpec, addresses: dict[str, str]) -> None:
             here, left by a keeper that died, is in use rightly.
 
     Raises:
-        ConfigError: ``already_running``, ``command_not_found``, ``port_taken``, ``address``, ``not_private`` or
-            ``path_too_long``.
+        ConfigError: ``already_running``, ``journal_owned``, ``command_not_found``, ``port_taken``, ``address``,
+            ``not_private`` or ``path_too_long``.
     """
     check_paths(spec.runtime_dir, [child.name for child in spec.children])
     for folder in (spec.runtime_dir, spec.state_dir):
         if folder.exists():
             paths.private_dir(folder)
     check_unowned(spec.runtime_dir)
+    check_owner(spec.journal, spec.node)
     for child in spec.children:
         _check_command(child)
     alive = set(_living(spec.runtime_dir))
