@@ -213,8 +213,9 @@ async def run(options: argparse.Namespace) -> None:
         stack.callback(os.close, lock(path))
         _raise_descriptor_limit()
         count_descriptors(len(handed))
-        journal = Journal(options.journal or paths.journal_path(), checkpoints=True)
-        if (owned := own(journal.path, journal.context.node)) is not None:
+        journal_path = options.journal or paths.journal_path()
+        journal = Journal(journal_path, checkpoints=True)
+        if (owned := own(journal_path, journal.context.node)) is not None:
             stack.callback(os.close, owned)
         stack.callback(journal.close)
         registry = Registry(options.capacity)

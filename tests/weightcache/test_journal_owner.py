@@ -52,7 +52,7 @@ def test_where_nothing_can_be_locked_weights_are_served_all_the_same(tmp_path: P
 
 
 def test_a_daemon_on_the_journal_of_another_node_does_not_start(served: Cache) -> None:
-    wait_for(lambda: served.journal_path.exists(), "the first node's journal")
+    wait_for(served.journal_path.exists, "the first node's journal")
     before = Journal(served.journal_path, Context("n")).last_id()
     command = [*served.command[:3], "--socket", str(served.folder / "two.sock"), "--metrics", "127.0.0.1:0"]
     environment = {**os.environ, **served.environment, "READMIT_NODE": "two"}
