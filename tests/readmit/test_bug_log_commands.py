@@ -1,16 +1,17 @@
 """Field failures of files (bug log B01 to B05, B17, B20 to B22), met by the commands that people start."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from tests.fixtures import checkpoints
-from tests.weightcache.caches import Cache, wait_for
+from tests.readmit.faults import ENGINE, WORKER, Stage
 
 FIRST, SECOND = checkpoints.SHARDS
 Q = "model.layers.0.self_attn.q_proj"
@@ -71,11 +72,15 @@ def announce_fp8(folder: Path) -> None:
 
 
 class Case(NamedTuple):
-    """Damage to a good checkpoint, and what the command says: kind, reason, and a word of the message."""
+    """Damage to a good checkpoint, and what commands say of it: the reason, and a word of the message.
+
+    ``asks``: an engine finds it only once it reads the files, for want of what may be resident.
+    """
 
     damage: Callable[[Path], None]
     reason: str
     word: str
+    asks: bool = False
 
 
 CASES = {
@@ -83,13 +88,13 @@ CASES = {
     "B01 header of a terabyte": Case(promise_a_terabyte, "not_safetensors", SECOND),
     "B01 overlap": Case(put_on_one_range, "geometry", "lm_head.weight"),
     "B01 pointer": Case(leave_a_pointer, "not_safetensors", "Git LFS"),
-    "B02 missing": Case(remove, "shard_missing", SECOND),
+    "B02 missing": Case(remove, "shard_missing", SECOND, asks=True),
     "B02 outside": Case(send_elsewhere, "path_escape", f"../{SECOND}"),
     "B03 twice": Case(add_a_copy, "duplicate_tensor", "more.safetensors"),
     "B04 dtype": Case(misspell, "dtype", "BF61"),
-    "B05 dangling": Case(dangle, "link_dangling", "../blobs/gone"),
+    "B05 dangling": Case(dangle, "link_dangling", "../blobs/gone", asks=True),
     "B20 tie": Case(tie_what_differs, "tie_conflict", "lm_head.weight"),
-    "B21 nothing in FP8": Case(announce_fp8, "quant_conflict", "BF16"),
+    "B21 nothing in FP8": Case(announce_fp8, "quant_conflict", "BF16", asks=True),
 }
 
 
@@ -119,59 +124,44 @@ def test_a_bad_checkpoint_exits_2_and_says_what_is_wrong(
     assert CASES[case].word in facts["message"] or CASES[case].word in str(facts["found"])
 
 
-@pytest.fixture
-def cache() -> Iterator[Cache]:
-    cache = Cache()
-    cache.start()
-    yield cache
-    cache.close()
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "damage", "misses"),
-    [
-        ({}, cut, []),  # bad files are an error, not a miss: the same disk would not do better
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, None, [("quant_not_allowed", "gptq")]),
-    ],
-    ids=["B01 a damaged shard", "B17 a quantisation that does not travel"],
-)
-def test_an_engine_ends_for_good_and_nothing_is_published(
-    cache: Cache,
-    tmp_path: Path,
-    settings: dict[str, Any],
-    damage: Callable[[Path], None] | None,
-    misses: list[tuple[str, str]],
-) -> None:
-    folder = checkpoints.plain(tmp_path / "t", **settings)
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    if damage is not None:
-        damage(folder)
-    command = [sys.executable, "-m", "readmit.cli", "engine", str(folder), "--port", "0", "--weight-cache", "client"]
-    engine = cache.run(command)
-    output = engine.communicate(timeout=240)[0]
-    assert engine.returncode == 78, output
-    assert "Traceback" not in output
-    assert [(it.name, it.attributes["reason"], it.attributes["detail"]) for it in cache.lookups()] == [
-        ("miss", *miss) for miss in misses
-    ]
-    assert cache.generations() == []
-    assert cache.events("WHERE kind = 'publish' AND name = 'published'") == []
-    wait_for(lambda: cache.metric("weightcache_misses_total") == len(misses), "the misses to be counted")
-    for reason, detail in misses:
-        assert cache.metric("weightcache_misses_total", reason=reason, detail=detail) == 1
-    assert cache.metric("weightcache_lookups_total", result="miss") == len(misses)
-    assert cache.metric("weightcache_lookups_total", result="hit") == 0
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_that_meets_it_ends_for_good_and_publishes_nothing(stage: Stage, tmp_path: Path, case: str) -> None:
+    """Bad files are an error, not a miss: the same disk would not do better. Nothing of them is published."""
+    stage.model = checkpoints.with_tokenizer(checkpoints.plain(tmp_path / "t"))
+    CASES[case].damage(stage.model)
+    stage.reset(resident=False)
+    absent = ({"lookups miss": 1, "misses absent": 1}, [("lookup", "miss", "absent", None)])
+    with stage.books(*absent if CASES[case].asks else ({}, [])):
+        done = stage.run(ENGINE, stage.cache.socket)
+    assert done.status == os.EX_CONFIG, done.said
+    assert "Traceback" not in done.said
+    assert CASES[case].word in done.said
+    assert stage.cache.generations() == []
 
 
-TOKENIZER = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "The": 1}, "unk_token": "<unk>"},
-}
+def test_a_quantisation_that_does_not_travel_is_one_miss_and_stays_private(stage: Stage, tmp_path: Path) -> None:
+    """B17. That transformers cannot load it here either is what ends the engine."""
+    gptq = {"quant_method": "gptq", "bits": 4}
+    stage.model = checkpoints.with_tokenizer(checkpoints.plain(tmp_path / "t", quantization_config=gptq))
+    stage.reset(resident=False)
+    row = ("lookup", "miss", "quant_not_allowed", "gptq")
+    with stage.books({"lookups miss": 1, "misses quant_not_allowed gptq": 1}, [row]):
+        done = stage.run(ENGINE, stage.cache.socket)
+    assert done.status == os.EX_CONFIG, done.said
+    assert "Traceback" not in done.said
+    assert stage.cache.generations() == []
+
+
+def test_a_rank_that_would_cut_a_block_is_no_miss(stage: Stage, tmp_path: Path) -> None:
+    """B22."""
+    stage.model = checkpoints.fp8(tmp_path / "t")
+    with stage.books({}, []):
+        done = stage.run(f"{WORKER} --tp-size 4 --tp-rank 1", stage.cache.socket)
+    assert (done.status, "inside a block" in done.said) == (1, True), done.said

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from weightcache import messages
 from weightcache.errors import CacheMiss
@@ -172,10 +173,14 @@ class Cache:
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample's value now, 0 where there is none."""
+        found = [sample for sample in self.samples() if sample.name == name]
+        return sum(each.value for each in found if all(each.labels.get(key) == it for key, it in labels.items()))
+
+    def samples(self) -> list[Sample]:
+        """All that /metrics has now."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE_S) as answer:
             families = text_string_to_metric_families(answer.read().decode())
-        found = [sample for family in families for sample in family.samples if sample.name == name]
-        return sum(each.value for each in found if all(each.labels.get(key) == it for key, it in labels.items()))
+        return [sample for family in families for sample in family.samples]
 
     @contextmanager
     def raw(self, *, greeted: bool = False) -> Iterator[socket.socket]:
