@@ -9,6 +9,24 @@ securityContext:
   runAsGroup: {{ .Values.uid }}
   runAsNonRoot: true
   fsGroup: {{ .Values.uid }}
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{/* What a pod needs of its cluster. Nothing here talks to the API. */}}
+{{- define "readmit.placement" -}}
+automountServiceAccountToken: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 {{- end }}
 
 {{/* Of a container whose keeper, if it has one, keeps its things in the folder named. */}}
@@ -26,10 +44,11 @@ securityContext:
 - {name: config, mountPath: /etc/readmit, readOnly: true}
 {{- end }}
 
+{{/* The containers name a command, not arguments: an engine's image has an entry point of its own. */}}
 {{- define "readmit.cache" -}}
 - name: cache
   image: {{ .Values.image }}
-  args: [readmit, up, /etc/readmit/readmit.toml, --only, daemon]
+  command: [readmit, up, /etc/readmit/readmit.toml, --only, daemon]
   env:
     {{- include "readmit.env" "cache" | nindent 4 }}
   ports:
@@ -39,6 +58,7 @@ securityContext:
   # The keeper here restarts the daemon within a second and holds the weights; killing it ends them. So: late.
   startupProbe: {httpGet: {path: /metrics, port: metrics}, periodSeconds: 2, timeoutSeconds: 5, failureThreshold: 60}
   livenessProbe: {httpGet: {path: /metrics, port: metrics}, periodSeconds: 20, timeoutSeconds: 10, failureThreshold: 6}
+  securityContext: {{- toYaml .Values.containerSecurityContext | nindent 4 }}
   resources: {{- toYaml .Values.cache.resources | nindent 4 }}
 {{- end }}
 
@@ -46,9 +66,12 @@ securityContext:
 - name: engine
   image: {{ .Values.image }}
   # A keeper of its own: the kubelet would wait up to five minutes between restarts.
-  args: [readmit, up, /etc/readmit/readmit.toml, --only, engine]
+  command: [readmit, up, /etc/readmit/readmit.toml, --only, engine]
   env:
     {{- include "readmit.env" (printf "engine-%s" .Values.slot) | nindent 4 }}
+    {{- with .Values.engine.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumeMounts:
     {{- include "readmit.mounts" . | nindent 4 }}
     - {name: models, mountPath: /models, readOnly: true}
@@ -58,21 +81,22 @@ securityContext:
     httpGet: {path: /startupz, port: 8000}
     periodSeconds: 10
     timeoutSeconds: 2
-    failureThreshold: {{ div .Values.startupBudgetSeconds 10 }}
+    failureThreshold: {{ div (add .Values.startupBudgetSeconds 9) 10 }}
   # The keeper, not the engine: a slow recovery is none of the kubelet's business, and a hanging engine the gate's.
   livenessProbe:
     exec:
-      command: [readmit, status]
+      command: [readmit, status, --alive]
     periodSeconds: 30
     timeoutSeconds: 10
     failureThreshold: 3
+  securityContext: {{- toYaml .Values.containerSecurityContext | nindent 4 }}
   resources: {{- toYaml .Values.engine.resources | nindent 4 }}
 {{- end }}
 
 {{- define "readmit.gate" -}}
 - name: gate
   image: {{ .Values.image }}
-  args: [readmit, gate, --config, /etc/readmit/readmit.toml]
+  command: [readmit, gate, --config, /etc/readmit/readmit.toml]
   env:
     {{- include "readmit.env" (printf "engine-%s" .Values.slot) | nindent 4 }}
   ports:
@@ -82,6 +106,7 @@ securityContext:
   startupProbe: {httpGet: {path: /livez, port: http}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 60}
   livenessProbe: {httpGet: {path: /livez, port: http}, periodSeconds: 10, timeoutSeconds: 2, failureThreshold: 3}
   readinessProbe: {httpGet: {path: /readyz, port: http}, periodSeconds: 2, timeoutSeconds: 1, failureThreshold: 1}
+  securityContext: {{- toYaml .Values.containerSecurityContext | nindent 4 }}
   resources: {{- toYaml .Values.gate.resources | nindent 4 }}
 {{- end }}
 
