@@ -1,14 +1,10 @@
-"""``readmit``: one command, whose parts are imported only when they are asked for.
-
-Exit status: 0 good, 1 the answer is no (a probe failed, an engine was given up), 2 bad settings or usage. `readmit
-engine` documents its own.
-"""
+"""``readmit``: one command, whose parts are imported only when they are asked for."""
 
 import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from weightcache.errors import WeightCacheError
@@ -40,6 +36,10 @@ COMMANDS: Final = {
     "model": Entry("readmit.commands.model", "Make the demo model."),
     "config": Entry("readmit.commands.config", "Check or show a node's configuration."),
 }
+STATUSES: Final = (
+    "Exit status: 0 good; 1 the answer is no (an answer was wrong, a recovery failed, weights would be missed, no "
+    "keeper runs); 2 usage, settings, or nobody to ask: the message says what to do, as JSON with --json."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,16 +73,35 @@ def _group() -> Any:
         """Knows all commands by name and help, and imports the one that is called."""
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            name, _, rest = super().resolve_command(ctx, args)
-            entry = COMMANDS[str(name)]
+            name, found, rest = super().resolve_command(ctx, args)
+            entry = COMMANDS.get(str(name))
+            if entry is None or entry.plain:  # a word that is being completed, or a command without typer's options
+                return name, found, rest
             command: Any = typer.main.get_command(import_module(entry.module).app)
             command.name, command.help = name, command.help or entry.help
             return name, command, rest
 
-    app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(
+        cls=LazyGroup,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        epilog=STATUSES,
+    )
+
+    def version(wanted: bool) -> None:
+        from weightcache.version import VERSION
+
+        if wanted:
+            typer.echo(f"readmit {VERSION}")
+            raise typer.Exit
 
     @app.callback()
-    def root() -> None:
+    def root(
+        _: Annotated[
+            bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version and exit.")
+        ] = False,
+    ) -> None:
         """Keep an inference engine's weights alive when it dies, and let traffic in only when it answers correctly."""
 
     group: Any = typer.main.get_command(app)

@@ -6,6 +6,7 @@ is also where commands run. An unknown key is an error that names it: a typo mus
 """
 
 import dataclasses
+import difflib
 import itertools
 import json
 import os
@@ -353,10 +354,18 @@ def _anchored(config: Config, file: Path) -> Config:
 def _told(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"]) or "configuration"
     if error["type"] == "extra_forbidden":
-        return f"{key}: there is no such key"
+        return f"{key}: there is no such key{_meant(error['loc'])}"
     if error["type"] == "missing":
         return f"{key}: is missing"
     return f"{key}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _meant(loc: tuple[str | int, ...]) -> str:
+    """The nearest key, in brackets, if one is near."""
+    tables: dict[str | int, type[BaseModel]] = {"node": Node, "cache": Cache, "gate": Gate, "telemetry": Telemetry}
+    known = Config if len(loc) == 1 else tables.get(loc[0], Slot)
+    near = difflib.get_close_matches(str(loc[-1]), known.model_fields, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def unusable(what: str, error: ValidationError) -> ConfigError:

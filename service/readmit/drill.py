@@ -135,23 +135,19 @@ class Drill:
                 break
             if number > 1:
                 time.sleep(self.order.pause_s)
-            self._tell(f"{number} of {self.order.kills}: {self.order.fault} of {self._target}")
+            self._tell(f"{number} of {self.order.kills}: {deed(self.order.fault, self.slot)}")
             stopped = self._once(episodes, daemons)
             if stopped:
                 break
         return account(self._journal, self.order._asdict(), first, episodes, daemons, stopped)
 
-    @property
-    def _target(self) -> str:
-        return {"daemon": "the daemon", "both": f"{self.slot} and the daemon"}.get(self.order.fault, self.slot)
-
     def _once(self, episodes: list[str], daemons: list[DaemonRecovery]) -> str:
         """One fault and its recovery; returns why no other may follow, empty when one may."""
         children = self._children()
         daemon = children.get("daemon")
-        before = self._resident() if self.order.fault in ("daemon", "both") else {}
         if self.order.path == "miss":
             self._release()
+        before = self._resident() if self.order.fault in ("daemon", "both") else {}
         killed_ns = boottime_ns()
         with _held(children[self.slot]) as engine:
             if self.order.fault == "daemon":
@@ -250,7 +246,6 @@ class Drill:
     def _readopted(self, before: dict[str, Any], engine_pid: int, killed_ns: int) -> DaemonRecovery:
         """Wait until another daemon process serves what the killed one did."""
         deadline = time.monotonic() + self.order.limit_s
-        names = {it["generation"] for it in before["generations"]}
         after = before
         while time.monotonic() < deadline:
             try:
@@ -261,15 +256,20 @@ class Drill:
             if after["pid"] != before["pid"]:
                 break
         seconds = (boottime_ns() - killed_ns) / 1e9
-        kept = {it["generation"] for it in after["generations"]}
-        engine = self._children()[self.slot]
+        found = after["generations"] if after["pid"] != before["pid"] else []
+        generations = {it["generation"] for it in before["generations"]}
+        # The lease of an engine that was killed with its daemon is not the daemon's to keep.
+        dead = self.slot if self.order.fault == "both" else None
+        leases = {
+            it["name"] for generation in before["generations"] for it in generation["leases"] if it["slot"] != dead
+        }
         return DaemonRecovery(
             seconds=seconds,
-            generations=len(names),
-            generations_kept=len(names & kept) if after["pid"] != before["pid"] else 0,
-            leases=sum(len(it["leases"]) for it in before["generations"]),
-            leases_kept=sum(len(it["leases"]) for it in after["generations"]),
-            engine_kept=engine["pid"] == engine_pid,
+            generations=len(generations),
+            generations_kept=len(generations & {it["generation"] for it in found}),
+            leases=len(leases),
+            leases_kept=len(leases & {it["name"] for generation in found for it in generation["leases"]}),
+            engine_kept=self._children()[self.slot]["pid"] == engine_pid,
         )
 
     # The node
@@ -294,6 +294,10 @@ class Drill:
             raise _impossible("nobody would notice a stopped engine", "a gate, which finds hanging engines", "none")
         if order.path == "miss" and "daemon" not in roles:
             raise _impossible("nothing is resident that could be missed", "a weight cache daemon", "none")
+        if order.fault == "daemon":
+            if order.path in ("miss", "standby"):
+                raise _impossible("a daemon's death begins no recovery that had a path", "no --path", order.path)
+            return slot
         took = known.attempt.path
         if order.path != "standby" and (order.path == "off") != (took == "off"):
             wanted = "with the weight cache off" if order.path == "off" else "with the weight cache"
@@ -325,6 +329,12 @@ class Drill:
         finally:
             connection.close()
         return reply.data
+
+
+def deed(fault: str, slot: str) -> str:
+    """What is done to whom."""
+    victim = {"daemon": "the daemon", "both": f"{slot} and the daemon"}.get(fault, f"slot {slot}")
+    return f"{'SIGKILL' if fault in ('daemon', 'both') else fault.upper()} to {victim}"
 
 
 @contextmanager

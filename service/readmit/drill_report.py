@@ -38,7 +38,10 @@ class Recovery:
 
 @dataclass(frozen=True)
 class DaemonRecovery:
-    """From a daemon's SIGKILL until another process serves the same weights to the same engines."""
+    """From a daemon's SIGKILL until another process serves the same weights to the same engines.
+
+    ``leases`` are those of engines that were not killed with it.
+    """
 
     seconds: float
     generations: int
@@ -50,7 +53,7 @@ class DaemonRecovery:
     @property
     def whole(self) -> bool:
         """Whether nothing was lost."""
-        return self.generations_kept == self.generations
+        return (self.generations_kept, self.leases_kept) == (self.generations, self.leases)
 
 
 @dataclass(frozen=True)

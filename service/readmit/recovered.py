@@ -1,7 +1,9 @@
 """Waiting for a recovery that was ordered, and what it cost."""
 
 import time
-from typing import Final, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from readmit.where import Where
 from weightcache.episodes import Episode, Replay
@@ -29,6 +31,22 @@ class Recovered(NamedTuple):
     def ready(self) -> bool:
         return self.episode.outcome == "ready"
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible facts; ``total_s`` is None while it is open."""
+        it = self.episode
+        return {
+            "slot": it.slot,
+            "episode": it.id,
+            "cause": it.cause,
+            "path": it.path,
+            "reason": it.reason,
+            "outcome": it.outcome,
+            "total_s": None if it.is_open else round(it.total_s, 3),
+            "gpus": self.gpus,
+            "gpu_hours_lost": self.lost,
+            "gpu_hours_saved": self.saved,
+        }
+
     def __str__(self) -> str:
         """For people: one line, the account included."""
         it = self.episode
@@ -40,6 +58,17 @@ class Recovered(NamedTuple):
             return f"{said}; on the CPU, so no GPU-hours"
         than = ": nothing to compare with" if self.saved is None else f", {self.saved:.4f} saved against a cold start"
         return f"{said}; {self.gpus} GPU{'s' * (self.gpus > 1)} waited, {self.lost:.4f} GPU-hours{than}"
+
+
+def account(recoveries: Sequence[Recovered]) -> str:
+    """What several recoveries cost together, for people: one line."""
+    paths = ", ".join(f"{n} {path}" for path, n in Counter(it.episode.path for it in recoveries).items())
+    said = f"{len(recoveries)} engines in {sum(it.episode.total_s for it in recoveries):.2f} s of recoveries ({paths})"
+    if not any(it.gpus for it in recoveries):
+        return said
+    saved = [it.saved for it in recoveries if it.saved is not None]
+    than = f", {sum(saved):.4f} saved against cold starts" if saved else ""
+    return f"{said}: {sum(it.lost for it in recoveries):.4f} GPU-hours{than}"
 
 
 def wait(where: Where, episode_id: str) -> Recovered:

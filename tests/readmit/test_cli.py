@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.readmit.nodes import Place, place
 
-from readmit.cli import COMMANDS
+from readmit.cli import COMMANDS, _group
+from weightcache.version import VERSION
 
 HEAVY = {"torch", "transformers", "fastapi", "aiohttp", "pydantic", "prometheus_client", "opentelemetry", "rich"}
 
@@ -40,6 +42,62 @@ def test_every_command_has_help(here: Place, name: str) -> None:
     shown = here.readmit(name, "--help")
     assert shown.returncode == 0, shown.stderr
     assert "usage: readmit" in shown.stdout.lower()
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that typer parses, by the words that call it."""
+    for name, command in group.commands.items():
+        if not path and COMMANDS[name].plain:
+            continue
+        found = group.resolve_command(None, [name])[1] if not path else command
+        if getattr(found, "commands", None):
+            yield from commands(found, (*path, name))
+        yield (*path, name), found
+
+
+def test_every_option_of_every_command_says_what_it_is_for() -> None:
+    silent = [
+        (*words, parameter.name)
+        for words, command in commands(_group())
+        for parameter in command.params
+        if not getattr(parameter, "help", None) and not getattr(parameter, "hidden", False)
+    ]
+    assert silent == []
+
+
+def test_whatever_prints_facts_prints_json_too() -> None:
+    of_people = {"up", "run", "logs", "model", "gate", "cache", "cache serve", "probe", "probe record", "gate override"}
+    without = {
+        " ".join(words)
+        for words, command in commands(_group())
+        if not any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert without <= {*of_people, "config"}
+
+
+def test_the_first_things_that_anybody_tries(here: Place) -> None:
+    assert here.readmit("--version").stdout == f"readmit {VERSION}\n"
+    assert here.readmit("-h").stdout == here.readmit("--help").stdout
+    assert "Exit status: 0 good; 1 the answer is no" in here.readmit("-h").stdout
+    assert "--kills" in here.readmit("drill", "-h").stdout
+    assert "Did you mean" in here.readmit("cache", "stauts").stderr
+    assert "--json" in here.readmit("report", "--jsn").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("re", {"restart", "report"}),
+        ("drill --fault ", {"sigkill", "sigabrt", "sigstop", "daemon", "both"}),
+        ("cache rel", {"release"}),
+        ("engine --no", set()),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(here: Place, words: str, found: set[str]) -> None:
+    line = f"readmit {words}"
+    number = len(line.split()) - (0 if line.endswith(" ") else 1)
+    shown = here.readmit(_READMIT_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(number))
+    assert (set(shown.stdout.split()), shown.stderr) == (found, "")
 
 
 def test_an_engine_does_not_wait_for_typer() -> None:
@@ -85,5 +143,6 @@ def test_status_without_a_keeper_says_so(here: Place) -> None:
     assert answer.returncode == 1
     assert "no keeper answers" in answer.stderr
     assert json.loads(here.readmit("status", "--json").stdout)["children"] == []
+    assert here.readmit("status", "--alive").returncode == 1
     assert here.left_behind() == []
     assert not here.state_dir.exists()

@@ -78,9 +78,14 @@ def test_hits_then_misses_agree_with_the_journal(node: Node) -> None:
     assert misses["passed"]
     assert [it["path"] for it in both["recoveries"]] == ["hit"], "what the miss published is resident again"
     assert both["daemons"][0]["generations_kept"] == both["daemons"][0]["generations"] == 1
+    assert both["daemons"][0]["leases"] == 0, "the only engine died with its daemon, and its lease with it"
+    assert both["passed"]
+    cold = drill(node, "--fault", "both", "--path", "miss")
+    assert cold["passed"]
+    assert [it["path"] for it in cold["recoveries"]] == ["miss"]
 
     first, *drilled = node.replay().episodes
-    told = [*hits["recoveries"], *misses["recoveries"], *both["recoveries"]]
+    told = [it for each in (hits, misses, both, cold) for it in each["recoveries"]]
     assert first.cause == "first_start"
     assert [(it.id, it.cause, it.path, it.outcome, it.verified) for it in drilled] == [
         (it["episode"], "drill", it["path"], it["outcome"], True) for it in told
@@ -91,7 +96,7 @@ def test_hits_then_misses_agree_with_the_journal(node: Node) -> None:
         assert it["phases_s"]["detect"] > 0
         assert 0 < it["outage_s"] <= it["total_s"], "there was no other slot"
     report = build(Journal(node.state_dir / "journal.sqlite3", Context("n")))
-    assert {it.path: it.closed for it in report.paths} == {"hit": 4, "miss": 2}
+    assert {it.path: it.closed for it in report.paths} == {"hit": 4, "miss": 3}
     with closing(sqlite3.connect(node.state_dir / "journal.sqlite3")) as database:
         found = database.execute(COUNTED).fetchall()
     assert found == [(it["episode"], it["path"], it["outcome"]) for it in told], "and so says plain SQL"
@@ -143,6 +148,7 @@ def test_a_node_with_clients_is_left_alone(node: Node) -> None:
     assert node.children()["a"]["pid"] == before
     facts = drill(node, "--path", "off", "--yes-really")
     assert facts["passed"]
+    assert drill(node, "--fault", "daemon", "--yes-really")["passed"], "it has no path that would have to be off"
     assert [it["path"] for it in facts["recoveries"]] == ["off"]
 
 
@@ -153,6 +159,8 @@ def test_what_cannot_be_is_refused(node: Node) -> None:
     assert "no such slot" in refusal(node, "--slot", "z")
     assert "does not lead to path off" in refusal(node, "--path", "off")
     assert "no other slot stands by" in refusal(node, "--path", "standby")
+    for path in ("miss", "standby"):
+        assert "a daemon's death begins no recovery" in refusal(node, "--fault", "daemon", "--path", path)
     assert len(node.replay().episodes) == 1, "a refusal hurts nobody"
 
 

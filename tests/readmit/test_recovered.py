@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from readmit.recovered import wait
+from readmit.recovered import account, wait
 from readmit.where import Where
 from weightcache.journal import Context, Journal, boottime_ns
 from weightcache.slo import Objectives
@@ -52,4 +52,7 @@ def test_eight_gpus_that_wait_are_counted_and_compared(tmp_path: Path) -> None:
     assert compared.saved == pytest.approx((527 - 32) * 8 / 3600)
     assert str(compared) == (
         "a is ready after 32.00 s (hit); 8 GPUs waited, 0.0711 GPU-hours, 1.1000 saved against a cold start"
+    )
+    assert account([alone, compared]) == (
+        "2 engines in 64.00 s of recoveries (2 hit): 0.1422 GPU-hours, 1.1000 saved against cold starts"
     )

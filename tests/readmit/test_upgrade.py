@@ -99,8 +99,9 @@ def test_a_node_and_then_its_model_are_replaced_under_a_steady_client(pair: Pair
         told = done.stdout.splitlines()
         assert f"the keeper (pid {keeper.pid}) goes on as release" in told[0]
         assert "with all 1 generations" in told[1]
-        assert told[3::2] == ["a next: it will map resident weights", "b next: it will map resident weights"]
-        assert all("(hit)" in line and "no GPU-hours" in line for line in told[4::2]), told
+        assert told[3:-1:2] == ["a next: it will map resident weights", "b next: it will map resident weights"]
+        assert all("(hit)" in line and "no GPU-hours" in line for line in told[4:-1:2]), told
+        assert told[-1].startswith("2 engines in ")
 
         # Another model: it is refused until its weights are resident, and then it is a hit like any other.
         pair.serve("two")
@@ -149,9 +150,11 @@ def test_restarts_that_are_waited_for_say_how_it_went(node: Node) -> None:
     node.start("up")
     wait_for(node.ready, "the gate lets traffic in")
     wait_for(lambda: not node.replay().open_episodes, "the start is closed")
-    done = node.readmit("restart", "a", "--cause", "config_change", "--wait")
+    done = node.readmit("restart", "a", "--cause", "config_change", "--wait", "--json")
     assert done.returncode == 0, done.stderr
-    assert "a is ready after" in done.stdout
+    assert "a is ready after" in done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["slot"], facts["cause"], facts["outcome"]) == ("a", "config_change", "ready")
     done = node.readmit("restart", "daemon", "--wait")
     assert "daemon is up after" in done.stdout
     assert "there is no 'z' here" in node.readmit("restart", "z").stderr

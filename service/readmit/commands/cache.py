@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from readmit.commands import Json, application
 from readmit.commands.checkpoint import fingerprint, preflight
-from readmit.commands.daemon import Dtype, Json, Socket, ask
+from readmit.commands.daemon import Dtype, Socket, ask
 from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
 from weightcache import messages
 from weightcache.occupancy import by_device
 
-app = typer.Typer(no_args_is_help=True, help="The weight cache daemon, and what it holds.")
+app = application(no_args_is_help=True, help="The weight cache daemon, and what it holds.")
 app.command()(preflight)
 app.command()(fingerprint)
 app.command()(parity)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from readmit.commands import Json
 from readmit.commands.daemon import Dtype
 from weightcache import identity, quantization
 from weightcache.checkpoint import Checkpoint, Folder
@@ -17,14 +18,13 @@ from weightcache.quantization import Quantization
 
 Model = Annotated[str, typer.Argument(help="A folder, a hub cache's folder, or a repository's name in that cache.")]
 Revision = Annotated[str | None, typer.Option(help="Of a hub cache's folder: a commit, or a name under refs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def preflight(
     model: Model,
     revision: Revision = None,
     tp_size: Annotated[int, typer.Option(min=1, help="Check that so many ranks can share it, too.")] = 1,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Check a checkpoint by its index and headers, without loading it. Exits 2 if it is bad, and says where."""
     checkpoint = Checkpoint.open(model, revision)
@@ -56,7 +56,7 @@ def fingerprint(
     dtype: Dtype = None,
     tp_size: Annotated[int, typer.Option(min=1, help="How many ranks share the model.")] = 1,
     tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Show the identity that a transformers engine here would ask for. Without --hash a large one is not read."""
     folder = Folder.open(model, revision)

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
+from readmit.commands import Json, application
 from readmit.config import DEFAULT_FILE, load
 
-app = typer.Typer(no_args_is_help=True)
+app = application(no_args_is_help=True)
 
 File = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The file; readmit.toml if absent.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("check")
-def check(file: File = None, as_json: AsJson = False) -> None:
+def check(file: File = None, as_json: Json = False) -> None:
     """Say whether a configuration can be used; `readmit up --check` also looks at ports and commands."""
     config = load(file or DEFAULT_FILE)
     if config.slot and config.gate.enabled:
@@ -27,7 +27,7 @@ def check(file: File = None, as_json: AsJson = False) -> None:
 
 
 @app.command("show")
-def show(file: File = None, as_json: AsJson = False) -> None:
+def show(file: File = None, as_json: Json = False) -> None:
     """Print every key with the value in force, the environment's included."""
     config = load(file)
     if as_json:

@@ -11,7 +11,6 @@ from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
 Socket = Annotated[Path | None, typer.Option("--socket", help="The daemon's socket (default: the runtime folder's).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights in memory (default: the checkpoint's).")]
 
 

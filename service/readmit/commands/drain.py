@@ -7,10 +7,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from readmit.commands import Json, application
 from readmit.gate.operator import order
 from readmit.where import ConfigOption, Where
 
-app = typer.Typer()
+app = application()
 
 _LOOK_S: Final = 0.2
 
@@ -22,7 +23,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Also when no other slot is ready.")] = False,
     limit: Annotated[float, typer.Option(min=0, help="Seconds to wait for the requests under way.")] = 60.0,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Give a slot no more requests, let those under way finish, and keep it so until --undo. Its engine goes on.
 

@@ -9,15 +9,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from readmit.commands import Json, application
+from readmit.commands.tables import table, titled
 from readmit.config import DEFAULT_FILE, load, split_address
-from readmit.drill import LIMIT_S, Drill, DrillPath, Fault, Order, Traffic
+from readmit.drill import LIMIT_S, Drill, DrillPath, Fault, Order, Traffic, deed
 from readmit.drill_report import QUANTILES, ByPath, DrillReport, Spread
 from readmit.quantiles import needed
 from readmit.where import ConfigOption, Where
 from weightcache import paths
 from weightcache.vocabulary import PHASES, SUB_PHASES, UNATTRIBUTED
 
-app = typer.Typer()
+app = application()
 
 
 @app.command("drill")
@@ -33,7 +35,7 @@ def command(
     ] = None,
     yes_really: Annotated[bool, typer.Option("--yes-really", help="Also while clients use the node.")] = False,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Kill what serves, for real, and measure from each fault to the first correct answer.
 
@@ -76,26 +78,27 @@ def traffic(listen: str | None) -> Traffic:
 def show(report: DrillReport, console: Console) -> None:
     """Print a drill for people."""
     order = report.order
+    outcomes = [f"{n} {outcome}" for outcome, n in report.outcomes.items()]
+    outcomes += [f"{report.astray} by another path than {order['path']}"] if report.astray else []
     console.print(
-        f"{order['kills']} x {order['fault']} of slot {report.slot} on {report.node}, path {order['path']}: "
-        + ", ".join(f"{n} {outcome}" for outcome, n in report.outcomes.items())
-        + (f"; {report.astray} took another path" if report.astray else "")
+        f"{order['kills']} x {deed(order['fault'], report.slot)} on {report.node}"
+        + (f", path {order['path']}: {', '.join(outcomes)}" if report.recoveries else "")
     )
     if report.stopped:
         console.print(f"Stopped early: {report.stopped}.")
-    table = Table("from the fault to the first correct answer", *("n", *QUANTILES, "max"), box=None, pad_edge=False)
+    shown = table("", "n", *QUANTILES, "max")
     for it in report.paths:
-        table.add_row(it.path, *_cells(it.recovery))
-        table.add_row("  of it no slot ready", *_cells(it.outage), style="dim")
+        shown.add_row(it.path, *_cells(it.recovery))
+        shown.add_row("  of it no slot ready", *_cells(it.outage), style="dim")
     if report.daemon:
-        table.add_row("daemon serves the same weights again", *_cells(report.daemon))
-    console.print(table)
+        shown.add_row("daemon serves the same weights again", *_cells(report.daemon))
+    console.print(titled("From the fault to the first correct answer", shown))
     if report.daemons:
         kept = sum(it.generations_kept for it in report.daemons), sum(it.generations for it in report.daemons)
         leases = sum(it.leases_kept for it in report.daemons), sum(it.leases for it in report.daemons)
         console.print(f"The daemon kept {kept[0]} of {kept[1]} generations and {leases[0]} of {leases[1]} leases.")
     if report.paths:
-        console.print(_phases(report.paths))
+        console.print(titled("Mean seconds of each phase", _phases(report.paths)))
     facts = report.machine
     console.print(
         f"readmit {facts['readmit']}, {facts['cpu']}, {facts['cores']} cores, "
@@ -113,15 +116,15 @@ def _cells(spread: Spread) -> list[str]:
 
 
 def _phases(by_path: list[ByPath]) -> Table:
-    table = Table("mean seconds of each phase", *(it.path for it in by_path), box=None, pad_edge=False)
+    shown = table("", *(it.path for it in by_path))
     for phase in (*PHASES, UNATTRIBUTED):
         if any(phase in it.phases_s for it in by_path):
-            table.add_row(phase, *(_seconds(it.phases_s.get(phase)) for it in by_path))
+            shown.add_row(phase, *(_seconds(it.phases_s.get(phase)) for it in by_path))
         for part in (f"{phase}.{name}" for name in SUB_PHASES.get(phase, ())):
             if any(part in it.parts_s for it in by_path):
                 cells = (_seconds(it.parts_s.get(part)) for it in by_path)
-                table.add_row(f"  {part.partition('.')[2]}", *cells, style="dim")
-    return table
+                shown.add_row(f"  {part.partition('.')[2]}", *cells, style="dim")
+    return shown
 
 
 def _seconds(value: float | None) -> str:

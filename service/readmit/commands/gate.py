@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from readmit.commands import application
 from readmit.gate.operator import order
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.where import ConfigOption, Where
@@ -15,7 +16,7 @@ from weightcache.errors import ConfigError
 from weightcache.logs import configure
 from weightcache.paths import journal_path
 
-app = typer.Typer()
+app = application()
 
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600}
 

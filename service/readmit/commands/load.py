@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from readmit.commands import Json
 from readmit.commands.checkpoint import prove
-from readmit.commands.daemon import Dtype, Json, Socket, ask, connect
+from readmit.commands.daemon import Dtype, Socket, ask, connect
 from weightcache import identity, memory, messages
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.errors import ProtocolError, ResourceError

@@ -8,6 +8,7 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
+from readmit.commands import application
 from readmit.report import last_words
 from readmit.where import ConfigOption, Where
 from weightcache.episodes import Replay
@@ -15,7 +16,7 @@ from weightcache.errors import ConfigError
 from weightcache.journal import Context, Journal
 from weightcache.keeper.output import TAIL_LINES
 
-app = typer.Typer()
+app = application()
 
 _LOOK_EVERY_S: Final = 0.2
 _TAIL_BYTES: Final = 1 << 20

@@ -1,8 +1,8 @@
 """``readmit model``: make the demo model, and print its folder."""
 
-import typer
+from readmit.commands import application
 
-app = typer.Typer()
+app = application()
 
 
 @app.command("model")

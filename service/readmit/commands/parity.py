@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from readmit.commands import Json
 from readmit.commands.daemon import Dtype, ask
 from weightcache import messages
 from weightcache.errors import ConfigError
@@ -34,7 +35,7 @@ def parity(
     ] = None,
     new: Annotated[Path | None, typer.Option(metavar="VENV", help="The virtual environment of the other.")] = None,
     socket: Annotated[Path | None, typer.Option(help="Compare what is resident at this daemon.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Load a model twice, from disk and through an arena, and compare tensors, bytes, logits. Exits 1 if they differ.
 

@@ -6,12 +6,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from readmit.commands import Json, application, tell
+from readmit.commands.restart import child
 from readmit.recovered import Recovered, wait
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
 from weightcache.keeper.control import ask
 
-app = typer.Typer()
+app = application()
 
 _LOOK_S: Final = 0.05
 
@@ -24,7 +26,7 @@ def command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Bring back one that has yielded.")] = False,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """End a slot's engine by SIGTERM, then SIGKILL, and keep its place; its weights stay resident.
 
@@ -35,21 +37,13 @@ def command(
     facts: dict[str, Any] = {"slot": slot}
     if not resume:
         facts["yielded_s"] = round(_yield(where, slot), 3)
-        _tell(as_json, f"{slot} has yielded after {facts['yielded_s']:.2f} s")
+        tell(f"{slot} has yielded after {facts['yielded_s']:.2f} s", as_json=as_json)
     if pause is not None:
         time.sleep(pause)
     if resume or pause is not None:
         recovered = _resume(where, slot)
-        episode = recovered.episode
-        facts |= {
-            "episode": episode.id,
-            "outcome": episode.outcome,
-            "path": episode.path,
-            "reason": episode.reason,
-            "resumed_s": None if episode.is_open else round(episode.total_s, 3),
-            "gpu_hours_lost": recovered.lost,
-        }
-        _tell(as_json, str(recovered))
+        facts |= recovered.to_dict()
+        tell(str(recovered), as_json=as_json)
     if as_json:
         typer.echo(json.dumps(facts))
     raise typer.Exit(0 if facts.get("outcome", "ready") == "ready" else 1)
@@ -57,34 +51,21 @@ def command(
 
 def _yield(where: Where, slot: str) -> float:
     """Stop the engine and wait until all of it has gone; returns the seconds that took."""
-    if _child(where, slot)["state"] == "stopped":
+    if child(where, slot, "engine")["state"] == "stopped":
         raise _refused(slot, "it has yielded already", "readmit preempt --resume brings it back")
     began = time.monotonic()
     ask(where.runtime_dir, {"stop": slot})
-    while _child(where, slot)["state"] != "stopped":
+    while child(where, slot, "engine")["state"] != "stopped":
         time.sleep(_LOOK_S)
     return time.monotonic() - began
 
 
 def _resume(where: Where, slot: str) -> Recovered:
     """Start the engine again and wait for the end of that recovery."""
-    if _child(where, slot)["state"] != "stopped":
+    if child(where, slot, "engine")["state"] != "stopped":
         raise _refused(slot, "it has not yielded", "readmit restart restarts an engine that runs")
     return wait(where, ask(where.runtime_dir, {"restart": slot, "cause": "preempted"})["episode"])
 
 
-def _child(where: Where, slot: str) -> dict[str, Any]:
-    children: list[dict[str, Any]] = ask(where.runtime_dir, {"status": True})["children"]
-    for child in children:
-        if child["name"] == slot and child["role"] == "engine":
-            return child
-    there = ", ".join(child["name"] for child in children if child["role"] == "engine")
-    raise _refused(slot, "there is no such slot", f"Name one of {there or 'none'}")
-
-
 def _refused(slot: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError("preempt", f"slot {slot} is left as it is: {problem}", remedy=remedy)
-
-
-def _tell(as_json: bool, text: str) -> None:
-    typer.echo(text, err=as_json)

@@ -1,20 +1,23 @@
 """``readmit probe``: record golden answers from a good load, and check an engine against them."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import aiohttp
 import msgspec
 import typer
 
+from readmit.commands import Json, application
 from readmit.probes import DEFAULT_PROMPTS, Interrogation, ProbeSet, Verdict, now_iso, record, served_model
 from weightcache.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Golden answers: record them from a good load, check an engine with them.")
+app = application(no_args_is_help=True, help="Golden answers: record them from a good load, check an engine with them.")
 
+_LOOK_S: Final = 0.5
 Url = Annotated[str, typer.Argument(help="The engine's base URL, such as http://127.0.0.1:8101.")]
 Header = Annotated[list[str] | None, typer.Option(help="Sent with every question, as 'Name: value'.")]
 
@@ -33,11 +36,12 @@ def record_command(
     out: Annotated[Path, typer.Option(help="The probe file to write.")] = Path("probes.json"),
     prompt: Annotated[list[str] | None, typer.Option(help="Repeat for several; a few built-in ones if absent.")] = None,
     model: Annotated[str | None, typer.Option(help="The served model's name; the first listed if absent.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The length of an answer, in tokens.")] = 8,
     by: Annotated[By, typer.Option(help="What is compared later.")] = By.TEXT,
     tolerance: Annotated[float, typer.Option(min=0, help="For --by logprobs, in nats.")] = 0.5,
     repeat: Annotated[int, typer.Option(min=1, help="How often an answer must come out the same.")] = 3,
     limit: Annotated[float, typer.Option(help="Seconds an answer may take.")] = 120.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for an engine that does not answer yet.")] = 60.0,
     checkpoint_digest: Annotated[str | None, typer.Option(help="Content identity of the checkpoint.")] = None,
     quant_method: Annotated[str | None, typer.Option(help="The checkpoint's quantisation.")] = None,
     engine: Annotated[str | None, typer.Option(help="What answers, for people.")] = None,
@@ -47,7 +51,7 @@ def record_command(
 
     async def recorded() -> ProbeSet:
         headers = _headers(header)
-        name = model or await served_model(url, headers)
+        name = model or await _served(url, headers, wait)
         probes = await record(
             url,
             prompt or DEFAULT_PROMPTS,
@@ -82,7 +86,7 @@ def verify_command(
     file: Annotated[Path, typer.Argument(help="The probe file.")],
     model: Annotated[str | None, typer.Option(help="The served model's name, if not the file's.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds an answer may take.")] = 30.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
+    as_json: Json = False,
     header: Header = None,
 ) -> None:
     """Put every question to an engine. Exit code 1 unless all answers are correct."""
@@ -101,6 +105,25 @@ def verify_command(
         for verdict in found:
             typer.echo(f"{verdict} ({verdict.seconds:.3f} s)")
     raise typer.Exit(0 if correct else 1)
+
+
+async def _served(url: str, headers: dict[str, str], wait_s: float) -> str:
+    """The name of the model, once the engine lists it.
+
+    Raises:
+        aiohttp.ClientError: it does not within ``wait_s``.
+    """
+    deadline, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return await served_model(url, headers)
+        except (aiohttp.ClientError, TimeoutError):
+            if time.monotonic() >= deadline:
+                raise
+        if not told:
+            typer.echo(f"waiting up to {wait_s:g} s for the engine at {url}", err=True)
+            told = True
+        await asyncio.sleep(_LOOK_S)
 
 
 def _headers(lines: Sequence[str] | None) -> dict[str, str]:

@@ -9,10 +9,11 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console, RenderableType
-from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
+from readmit.commands import Json, application
+from readmit.commands.tables import table, titled
 from readmit.report import Group, Report, build
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
@@ -20,7 +21,7 @@ from weightcache.journal import Context, Journal
 from weightcache.starting_state import COMPARED
 from weightcache.vocabulary import PHASES, SUB_PHASES, UNATTRIBUTED
 
-app = typer.Typer()
+app = application()
 
 _SHOWN_QUANTILES: Final = ("p50", "p95")
 _UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -31,7 +32,7 @@ def command(
     since: Annotated[str | None, typer.Option(help="Only what ended in the last 90m, 12h, 30d, 4w.")] = None,
     slot: Annotated[str | None, typer.Option(help="One slot only.")] = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what recoveries took by path and phase, why resident weights were missed, and what to do about it."""
     where = Where.find(config)
@@ -59,6 +60,14 @@ def command(
             found=str(error),
             remedy="A running weight cache daemon sets a damaged journal aside and goes on with what can be read",
         ) from error
+    if slot is not None and not report.slots:
+        raise ConfigError(
+            "no_such_slot",
+            f"the journal knows no slot {slot}",
+            expected="a slot that has run here",
+            found=slot,
+            remedy="readmit status and readmit report without --slot list them",
+        )
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:
@@ -76,19 +85,19 @@ def show(report: Report, console: Console) -> None:
 
 
 def _sections(report: Report) -> Iterator[RenderableType]:
-    yield _titled("From the fault to the first correct answer", _paths(report))
+    yield titled("From the fault to the first correct answer", _paths(report))
     yield _hit_rate(report)
     if report.reasons:
-        yield _titled("Why resident weights were missed", _reasons(report))
+        yield titled("Why resident weights were missed", _reasons(report))
     if report.groups:
-        yield _titled("Where the time goes: mean seconds and share", _phases(report.groups))
+        yield titled("Where the time goes: mean seconds and share", _phases(report.groups))
         yield _amdahl(report)
-    yield _titled("Engine recovery, by slot", _clocks(report))
+    yield titled("Engine recovery, by slot", _clocks(report))
     yield _outages(report)
     if report.open:
-        yield _titled("Open now", _open(report))
+        yield titled("Open now", _open(report))
     if report.dead:
-        yield _titled("Engines that ended", _dead(report))
+        yield titled("Engines that ended", _dead(report))
     if report.spool_bytes:
         yield f"{report.spool_bytes} bytes of events wait to be merged into the journal, and are not in here."
 
@@ -100,27 +109,16 @@ def _seconds(text: str) -> int:
     return int(match[1]) * _UNITS_S[match[2]]
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    return table
-
-
-def _titled(title: str, table: Table) -> RenderableType:
-    return Lines(Text(title, style="bold"), table)
-
-
 def _paths(report: Report) -> Table:
-    table = _table("path", "n", "open", "late", "limit", "worst", *_SHOWN_QUANTILES)
+    shown = table("path", "n", "open", "late", "limit", "worst", *_SHOWN_QUANTILES)
     for path in report.paths:
         outcomes = ", ".join(f"{n} {outcome}" for outcome, n in path.outcomes.items() if outcome != "ready")
         n = f"{path.closed}" + (f" ({outcomes})" if outcomes else "")
         n += f" ({path.unverified} unverified)" if path.unverified else ""
         quantiles = (path.quantiles[name] for name in _SHOWN_QUANTILES)
         told = [value if isinstance(value, str) else _s(value) for value in quantiles]
-        table.add_row(path.path, n, str(path.open), str(path.late), _s(path.threshold_s), _s(path.worst_s), *told)
-    return table
+        shown.add_row(path.path, n, str(path.open), str(path.late), _s(path.threshold_s), _s(path.worst_s), *told)
+    return shown
 
 
 def _hit_rate(report: Report) -> str:
@@ -132,29 +130,29 @@ def _hit_rate(report: Report) -> str:
 
 
 def _reasons(report: Report) -> Table:
-    table = _table("reason", "recoveries", "attaches")
-    table.add_column("what to do", overflow="fold")
+    shown = table("reason", "recoveries", "attaches")
+    shown.add_column("what to do", overflow="fold")
     for it in report.reasons:
         reason = f"{it.reason} / {it.detail}" if it.detail else it.reason
-        table.add_row(reason, str(it.recoveries), str(it.lookups), it.remedy)
+        shown.add_row(reason, str(it.recoveries), str(it.lookups), it.remedy)
         if it.message:
-            table.add_row("", "", "", Text(it.message, style="dim"))
-    return table
+            shown.add_row("", "", "", Text(it.message, style="dim"))
+    return shown
 
 
 def _phases(groups: list[Group]) -> Table:
     heads = [f"{group.path} (n={group.n})\n{_state(group)}" for group in groups]
-    table = _table("phase", *heads)
+    shown = table("phase", *heads)
     parts = {name for group in groups for name in group.parts}
     for phase in (*PHASES, UNATTRIBUTED):
         if any(phase in group.phases for group in groups):
-            table.add_row(phase, *(_share(group.phases.get(phase), group.total_s) for group in groups))
+            shown.add_row(phase, *(_share(group.phases.get(phase), group.total_s) for group in groups))
         for name in (f"{phase}.{part}" for part in SUB_PHASES.get(phase, ())):
             if name in parts:
                 cells = (_share(group.parts.get(name), group.total_s) for group in groups)
-                table.add_row(f"  {name.partition('.')[2]}", *cells, style="dim")
-    table.add_row("total", *(_s(group.total_s) for group in groups), style="bold")
-    return table
+                shown.add_row(f"  {name.partition('.')[2]}", *cells, style="dim")
+    shown.add_row("total", *(_s(group.total_s) for group in groups), style="bold")
+    return shown
 
 
 def _state(group: Group) -> str:
@@ -182,11 +180,11 @@ def _amdahl(report: Report) -> str:
 
 
 def _clocks(report: Report) -> Table:
-    table = _table("slot", "not ready", "observed", "ready")
+    shown = table("slot", "not ready", "observed", "ready")
     for slot in report.slots:
         ratio = 1 - slot.unready_s / slot.observed_s if slot.observed_s else 0.0
-        table.add_row(slot.slot, _s(slot.unready_s), _s(slot.observed_s), f"{ratio:.3%}")
-    return table
+        shown.add_row(slot.slot, _s(slot.unready_s), _s(slot.observed_s), f"{ratio:.3%}")
+    return shown
 
 
 def _outages(report: Report) -> str:
@@ -198,21 +196,21 @@ def _outages(report: Report) -> str:
 
 
 def _open(report: Report) -> Table:
-    table = _table("episode", "slot", "cause", "age", "attempts", "phase", "path", "")
+    shown = table("episode", "slot", "cause", "age", "attempts", "phase", "path", "")
     for it in report.open:
         path = f"{it.path} ({it.reason})" if it.reason else it.path
         late = "late" if it.late else ""
         row = (it.episode[:8], it.slot, it.cause, _s(it.age_s), str(it.attempts), it.phase or "-", path, late)
-        table.add_row(*row, style="red" if it.late else None)
-    return table
+        shown.add_row(*row, style="red" if it.late else None)
+    return shown
 
 
 def _dead(report: Report) -> Table:
-    table = _table("episode", "slot", "attempt", "outcome", "status", "last words")
+    shown = table("episode", "slot", "attempt", "outcome", "status", "last words")
     for it in report.dead[-10:]:
         status = f"signal {it.signal}" if it.signal else f"exit {it.exit_code}" if it.exit_code is not None else "-"
-        table.add_row(it.episode[:8], it.slot, str(it.attempt), it.outcome, status, it.output or "-")
-    return table
+        shown.add_row(it.episode[:8], it.slot, str(it.attempt), it.outcome, status, it.output or "-")
+    return shown
 
 
 def _s(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """``readmit restart``: restart a slot on purpose, with its cause on record."""
 
 import contextlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from readmit.commands import Json, application, tell
 from readmit.config import DEFAULT_FILE, load
 from readmit.node import renewed_spec, spec_in_place
 from readmit.recovered import LIMIT_S, wait
@@ -15,11 +17,12 @@ from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
 from weightcache.keeper.control import ask
 from weightcache.keeper.handover import TRIAL_LIMIT_S
+from weightcache.keeper.slot import ORDERED_CAUSES
 from weightcache.keeper.spec import KeeperSpec
 from weightcache.keeper.state import spec_path
 from weightcache.keeper.succession import REST_LIMIT_S
 
-app = typer.Typer()
+app = application()
 
 KEEPER: Final = "keeper"
 ANSWER_S: Final = 60.0
@@ -30,11 +33,14 @@ _LOOK_S: Final = 0.05
 @app.command("restart")
 def command(
     slot: Annotated[str, typer.Argument(help="The slot, or daemon, gate or keeper.")],
-    cause: Annotated[str, typer.Option(help="Why: upgrade, config_change, preempted, drill, ...")] = "drill",
+    cause: Annotated[
+        str, typer.Option(help=f"Why an engine is restarted, for the record: {', '.join(ORDERED_CAUSES)}.")
+    ] = "drill",
     wait_for_it: Annotated[
         bool, typer.Option("--wait", help="Until it is up: for an engine, until its first correct answer.")
     ] = False,
     config: ConfigOption = None,
+    as_json: Json = False,
 ) -> None:
     """Restart a slot's engine, or the daemon, or the gate. A slot that was given up starts anew.
 
@@ -44,21 +50,24 @@ def command(
     With --wait, exits 1 when the engine does not come back.
     """
     where = Where.find(config)
+    facts: dict[str, Any] = {"slot": slot, "episode": None}
+    ready = True
     if slot == KEEPER:
-        typer.echo(reexec(where, config))
-        return
-    before = child(where, slot)
-    answer = ask(where.runtime_dir, {"restart": slot, "cause": cause})
-    episode = answer.get("episode")
-    typer.echo(f"{slot} is restarting" + (f", episode {episode}" if episode else ""))
-    if not wait_for_it:
-        return
-    if episode is None:
-        typer.echo(up(where, before))
-        return
-    recovered = wait(where, episode)
-    typer.echo(str(recovered))
-    raise typer.Exit(0 if recovered.ready else 1)
+        tell(reexec(where, config), as_json=as_json)
+    else:
+        before = child(where, slot)
+        episode: str | None = ask(where.runtime_dir, {"restart": slot, "cause": cause}).get("episode")
+        facts["episode"] = episode
+        tell(f"{slot} is restarting" + (f", episode {episode}" if episode else ""), as_json=as_json)
+        if wait_for_it and episode is None:
+            tell(up(where, before), as_json=as_json)
+        elif wait_for_it and episode is not None:
+            recovered = wait(where, episode)
+            tell(str(recovered), as_json=as_json)
+            facts, ready = recovered.to_dict(), recovered.ready
+    if as_json:
+        typer.echo(json.dumps(facts))
+    raise typer.Exit(0 if ready else 1)
 
 
 def reexec(where: Where, config: Path | None) -> str:
@@ -103,20 +112,22 @@ def up(where: Where, before: dict[str, Any]) -> str:
     )
 
 
-def child(where: Where, name: str) -> dict[str, Any]:
-    """What the keeper says of one child.
+def child(where: Where, name: str, role: str | None = None) -> dict[str, Any]:
+    """What the keeper says of one child, of a role if one is given.
 
     Raises:
         ConfigError: ``no_keeper``; ``no_such_child``.
     """
-    children: list[dict[str, Any]] = ask(where.runtime_dir, {"status": True})["children"]
-    for each in children:
-        if each["name"] == name:
-            return each
-    raise ConfigError(
-        "no_such_child",
-        f"there is no {name!r} here",
-        expected=", ".join(each["name"] for each in children),
-        found=name,
-        remedy="readmit status shows what runs here",
-    )
+    there = {
+        it["name"]: it for it in ask(where.runtime_dir, {"status": True})["children"] if role in (None, it["role"])
+    }
+    if name not in there:
+        raise ConfigError(
+            "no_such_child",
+            f"there is no {name!r} here",
+            expected=", ".join(there) or "none",
+            found=name,
+            remedy="readmit status shows what runs here",
+        )
+    found: dict[str, Any] = there[name]
+    return found

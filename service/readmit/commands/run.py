@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from readmit.commands import application
 from readmit.config import LogFormat, Slot, unusable
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.node import GATE_STOP_S, become_keeper, check, check_probes, engine, search_path
@@ -16,7 +17,7 @@ from weightcache.errors import ConfigError
 from weightcache.journal import Context
 from weightcache.keeper.spec import BACKOFF_S, LIMIT, STOP_S, WINDOW_S, ChildSpec, KeeperSpec
 
-app = typer.Typer()
+app = application()
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})

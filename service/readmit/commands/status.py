@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from readmit.commands import Json, application
 from readmit.gate.operator import order
 from readmit.where import ConfigOption, Where
 from weightcache.episodes import Replay
@@ -15,13 +16,16 @@ from weightcache.keeper.control import ask
 from weightcache.keeper.state import read
 from weightcache.process import Process
 
-app = typer.Typer()
+app = application()
 
 
 @app.command("status")
 def command(
+    alive: Annotated[
+        bool, typer.Option("--alive", help="Only whether a keeper answers: quick, whatever the journal holds.")
+    ] = False,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the processes of this node: state, pid, uptime, and for each slot its recovery and its place at the gate.
 
@@ -32,6 +36,9 @@ def command(
         keeper, problem = ask(where.runtime_dir, {"status": True}), None
     except ConfigError as error:
         keeper, problem = _left_behind(where), str(error)
+    if alive:
+        typer.echo(json.dumps({"pid": keeper["pid"], "problem": problem}) if as_json else problem or "a keeper answers")
+        raise typer.Exit(1 if problem else 0)
     replay = Replay()
     replay.catch_up(Journal(where.journal, Context.from_environment()))
     gate = _gate(where)
@@ -102,14 +109,19 @@ def _table(children: Iterable[dict[str, Any]]) -> str:
                 state or child["state"],
                 str(child["pid"] or "-"),
                 _duration(child["uptime_s"]),
-                "; ".join(filter(None, (_story(recovery) if recovery else child["status"], _place(child.get("gate"))))),
+                "; ".join(filter(None, (_story(child), _place(child.get("gate"))))),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _story(recovery: dict[str, Any]) -> str:
+def _story(child: dict[str, Any]) -> str:
+    recovery = child["recovery"]
+    if recovery is None:
+        return str(child["status"])
+    if child["state"] == "stopped":
+        return f"has yielded its place: readmit preempt {child['name']} --resume brings it back"
     seconds = f"{recovery['seconds']:.1f} s"
     if recovery["open"]:
         doing = f", in {recovery['phase']}" if recovery["phase"] else ""

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from readmit.commands import application
 from readmit.config import DEFAULT_FILE, LogFormat, load
 from readmit.node import addresses, become_keeper, check, check_probes, keeper_spec
 from weightcache.errors import ConfigError
 
-app = typer.Typer()
+app = application()
 
 
 class Role(StrEnum):

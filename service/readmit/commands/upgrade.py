@@ -1,6 +1,7 @@
 """``readmit upgrade``: replace a node's processes by the installed release, one after the other, under traffic."""
 
 import getpass
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from readmit.commands import Json, application, tell
 from readmit.commands.restart import child, reexec, up
 from readmit.config import DEFAULT_FILE, load
 from readmit.gate.operator import order
-from readmit.recovered import LIMIT_S, wait
+from readmit.recovered import LIMIT_S, Recovered, account, wait
 from readmit.where import ConfigOption, Where
 from weightcache import messages, paths
 from weightcache.checkpoint import Folder
@@ -26,7 +28,7 @@ from weightcache.keeper.control import ask
 from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
-app = typer.Typer()
+app = application()
 
 DRAIN_LIMIT_S: Final = 60.0
 """How long requests of an engine that is to be restarted may take to end."""
@@ -49,6 +51,7 @@ def command(
     only: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable. All of them, if absent.")] = None,
     cold_ok: Annotated[bool, typer.Option("--cold-ok", help="Also engines that would load from disk.")] = False,
     config: ConfigOption = None,
+    as_json: Json = False,
 ) -> None:
     """Have everything run as the release that is installed now: keeper, daemon, gate, then engines one by one.
 
@@ -58,8 +61,16 @@ def command(
     where = Where.find(config)
     node = Node(where, config)
     parts = [part for part in Part if not only or part in only]
+    recoveries: list[Recovered] = []
     for told in node.replace(parts, cold_ok=cold_ok):
-        typer.echo(told)
+        tell(str(told), as_json=as_json)
+        recoveries += [told] if isinstance(told, Recovered) else []
+    if len(recoveries) > 1:
+        tell(account(recoveries), as_json=as_json)
+    if as_json:
+        typer.echo(
+            json.dumps({"release": VERSION, "replaced": parts, "recoveries": [it.to_dict() for it in recoveries]})
+        )
 
 
 class Node:
@@ -83,8 +94,8 @@ class Node:
         self._journal = Journal(where.journal, self._context)
         self._replay = Replay()
 
-    def replace(self, parts: list[Part], *, cold_ok: bool) -> Iterator[str]:
-        """Replace them; says what was done after each step.
+    def replace(self, parts: list[Part], *, cold_ok: bool) -> Iterator[str | Recovered]:
+        """Replace them; says what was done after each step, of an engine how it recovered.
 
         Raises:
             ConfigError: a step did not come out well; those after it were not begun.
@@ -108,7 +119,7 @@ class Node:
             raise _stopped(f"the new daemon has not taken over {', '.join(sorted(lost))}", "readmit logs shows why")
         return f"{told}, with all {len(resident)} generations" if holds else told
 
-    def _engine(self, slot: str, *, cold_ok: bool) -> Iterator[str]:
+    def _engine(self, slot: str, *, cold_ok: bool) -> Iterator[str | Recovered]:
         if child(self._where, slot)["state"] != "running":
             yield f"{slot} does not run, and is left alone"
             return
@@ -126,7 +137,7 @@ class Node:
             while child(self._where, slot)["pid"] == before:
                 time.sleep(_LOOK_S)
         recovered = wait(self._where, episode)
-        yield str(recovered)
+        yield recovered
         if not recovered.ready:
             raise _stopped(f"{slot} did not come back", "readmit report and readmit logs show why")
 

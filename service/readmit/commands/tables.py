@@ -1,0 +1,18 @@
+"""What the commands' tables look like."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def table(*columns: str) -> Table:
+    """A table without lines: names to the left, everything else to the right."""
+    made = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    return made
+
+
+def titled(title: str, shown: Table) -> RenderableType:
+    """A table under its title."""
+    return Group(Text(title, style="bold"), shown)
