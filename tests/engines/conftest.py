@@ -2,6 +2,11 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fixtures.daemon import running_daemon
 
 if importlib.util.find_spec("sglang"):
     collect_ignore_glob = ["test_vllm*.py"]
@@ -23,3 +28,12 @@ os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real daemon; yields its socket."""
+    monkeypatch.setenv("READMIT_RUNTIME", str(tmp_path / "r"))
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "s"))
+    with running_daemon(tmp_path / "cache.sock") as socket:
+        yield socket

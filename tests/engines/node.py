@@ -9,7 +9,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -24,7 +23,9 @@ from weightcache.keeper.control import ask
 from weightcache.process import Stat
 
 T = TypeVar("T")
-PATIENCE_S: Final = 1200.0
+Answer = tuple[str, tuple[float, ...]]
+"""A text, and the log-probabilities of its tokens."""
+PATIENCE_S: Final = 600.0
 MODULE: Final = "vllm.entrypoints.openai.api_server"
 NAME: Final = "model"
 PROMPTS: Final = ("The capital of France is", "Water freezes at zero degrees and boils at")
@@ -61,7 +62,7 @@ class Node:
         model: a checkpoint.
         slots: their names.
         mode: how engines use the cache.
-        preload: whether restarts are forked.
+        forked: the slots whose restarts are forked; the others import everything anew.
         arguments: further ones of vLLM.
     """
 
@@ -71,13 +72,13 @@ class Node:
         *,
         slots: str = "a",
         mode: str = "client",
-        preload: bool = False,
+        forked: str = "",
         arguments: tuple[str, ...] = (),
     ) -> None:
         # Not below a test's own folder: a socket's path has 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="engines-"))
         self.ports = {slot: free_port() for slot in slots}
-        self.gate = f"127.0.0.1:{free_port()}"
+        self.forked = forked
         self._replay = Replay()
         extra = json.dumps({"mode": mode})
         command = [sys.executable, "-m", MODULE, "--model", "{model}", "--served-model-name", NAME, "--host", "{host}"]
@@ -86,13 +87,14 @@ class Node:
         text = [
             f'[node]\nname = "engines"\nruntime_dir = "{self.folder}/r"\nstate_dir = "{self.folder}/s"',
             f'[cache]\nmetrics = "127.0.0.1:{free_port()}"',
-            f'[gate]\nlisten = "{self.gate}"\nprobes = "probes.json"\nhang_limit_s = 300\nprobe_limit_s = 300',
+            f'[gate]\nlisten = "127.0.0.1:{free_port()}"\nprobes = "probes.json"',
+            "hang_limit_s = 300\nprobe_limit_s = 300",
         ]
         for slot, port in self.ports.items():
             text.append(f'[[slot]]\nname = "{slot}"\nmodel = "{model}"\nurl = "http://127.0.0.1:{port}"\nlimit = 0')
             text.append(f"command = {json.dumps(command)}\nbackoff_s = [0]\nstop_s = 60")
             text.append("env = {" + ", ".join(f'{name} = "{value}"' for name, value in ENVIRONMENT.items()) + "}")
-            text.append(f'preload = "{MODULE}"' if preload else "")
+            text.append(f'preload = "{MODULE}"' if slot in forked else "")
         (self.folder / "readmit.toml").write_text("\n".join(text))
 
     def start(self, probes: dict[str, Any]) -> None:
@@ -106,12 +108,18 @@ class Node:
     def closed(self, slots: str | None = None) -> list[Episode]:
         """Episodes of engines that have ended, in the order of their beginning; takeovers are none."""
         assert self._up.poll() is None, (self.folder / "up.log").read_text()
-        self._replay.catch_up(Journal(self.folder / "s" / "journal.sqlite3"))
         wanted = slots or "".join(self.ports)
-        ended = (episode for episode in self._replay.episodes if not episode.is_open and episode.path != "standby")
-        return [episode for episode in ended if episode.slot in wanted]
+        return [episode for episode in self._ended() if episode.path != "standby" and episode.slot in wanted]
 
-    def started(self, slot: str = "a") -> list[str | None]:
+    def takeovers(self) -> list[Episode]:
+        """What a standby took over: from each death of the slot that served to the other's first right answer."""
+        return [episode for episode in self._ended() if episode.path == "standby"]
+
+    def _ended(self) -> list[Episode]:
+        self._replay.catch_up(Journal(self.folder / "s" / "journal.sqlite3"))
+        return [episode for episode in self._replay.episodes if not episode.is_open]
+
+    def started(self, slot: str) -> list[str | None]:
         """How each engine process was started: ``forked``, ``refused`` (so plainly), None where nothing is held."""
         journal = Journal(self.folder / "s" / "journal.sqlite3")
         events = journal.query("WHERE kind = 'process' AND name = 'spawned' AND slot = ? ORDER BY id", slot)
@@ -135,10 +143,6 @@ class Node:
 
         return wait_for(status, "a resident process")
 
-    def outdate_residents(self) -> None:
-        """Have it look as if a package had been installed: the next start is plain, and another resident is made."""
-        os.utime(sysconfig.get_path("purelib"))
-
     def processes(self, slot: str = "a") -> dict[str, list[int]]:
         """The pids of a slot's session by what they are: ``api``, ``core``, ``worker``, ``other``."""
         leader = self.pid(slot)
@@ -149,15 +153,12 @@ class Node:
         others = [pid for pid in session if pid not in known]
         return {"api": [leader], "core": [core], "worker": workers, "other": others}
 
-    def kill(
-        self, part: str, slot: str = "a", meanwhile: Callable[[], None] = lambda: None
-    ) -> tuple[Episode, int, int]:
+    def kill(self, part: str, slot: str = "a") -> tuple[Episode, int, int]:
         """SIGKILL a part of an engine; the episode that follows, and what is left of what was killed then.
 
         Args:
-            part: ``api``, ``core`` or ``worker``.
+            part: ``api``, ``core`` or ``worker`` (the last of them).
             slot: whose.
-            meanwhile: called at once after the kill.
 
         Returns:
             The episode, once it has ended; how many of the old processes live; how many of their segments are there.
@@ -169,8 +170,7 @@ class Node:
         inodes = {int(inode) for pid in old for inode in _SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text())}
         with os.scandir("/dev/shm") as entries:
             segments = {entry.name for entry in entries if entry.inode() in inodes}
-        os.kill(pids[part][0], signal.SIGKILL)
-        meanwhile()
+        os.kill(pids[part][-1], signal.SIGKILL)
         wait_for(lambda: len(self.closed(slot)) > before, f"recovery from the death of {part}")
         left = [pid for pid, ticks in old.items() if (stat := Stat.read(pid)) and stat.start_ticks == ticks]
         return self.closed(slot)[before], len(left), sum((Path("/dev/shm") / name).exists() for name in segments)
@@ -182,11 +182,11 @@ class Node:
         command += ["--socket", str(self.folder / "r" / "cache.sock")]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-    def answers(self, slot: str = "a") -> list[tuple[str, tuple[float, ...]]]:
+    def answers(self, slot: str) -> list[Answer]:
         """What the engine says to the prompts, and its log-probabilities."""
         return [ask_engine(self.ports[slot], prompt) for prompt in PROMPTS]
 
-    def tokens_per_s(self, slot: str = "a") -> float:
+    def tokens_per_s(self, slot: str) -> float:
         """How fast it generates, the best of three."""
 
         def once() -> float:
@@ -194,22 +194,20 @@ class Node:
             ask_engine(self.ports[slot], PROMPTS[0], 64)
             return 64 / (time.perf_counter() - began)
 
-        return max(once() for _ in range(2))
-
-    def takeover_s(self) -> float:
-        """Seconds until the gate gives an answer again."""
-        began = time.monotonic()
-        while True:
-            try:
-                ask_address(self.gate, PROMPTS[0], 1)
-                return time.monotonic() - began
-            except OSError:  # refused, cut off, or not ready
-                time.sleep(0.01)
+        return max(once() for _ in range(3))
 
     def stop(self) -> None:
         self._up.send_signal(signal.SIGTERM)
         self._up.wait(PATIENCE_S)
         shutil.rmtree(self.folder)
+
+
+def forget_pages(model: Path) -> None:
+    """Have the kernel forget a model's weights, as far as nobody maps the files."""
+    for shard in model.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            os.fsync(file.fileno())  # what is not written yet cannot be forgotten
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def observed_start(model: Path, probes: dict[str, Any]) -> Episode:
@@ -244,7 +242,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def ask_engine(port: int, prompt: str, tokens: int = 16) -> tuple[str, tuple[float, ...]]:
+def ask_engine(port: int, prompt: str, tokens: int = 16) -> Answer:
     """A greedy answer from an engine, past any gate, and the log-probabilities of its tokens."""
     choice = ask_address(f"127.0.0.1:{port}", prompt, tokens, logprobs=1)
     return choice["text"], tuple(choice["logprobs"]["token_logprobs"])

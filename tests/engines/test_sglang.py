@@ -19,7 +19,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from tests.engines import checkpoints
-from tests.fixtures.daemon import running_daemon
 
 from weightcache.checkpoint import Folder
 from weightcache.errors import CacheMiss, ConfigError
@@ -44,15 +43,6 @@ def rank(llama: Path) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a daemon listens."""
-    monkeypatch.setenv("READMIT_RUNTIME", str(tmp_path / "r"))
-    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "s"))
-    with running_daemon(tmp_path / "cache.sock") as socket:
-        yield socket
 
 
 def model_config(llama: Path, **options: Any) -> ModelConfig:
@@ -105,11 +95,11 @@ def test_a_start_without_the_hook_ends_rather_than_load_as_if_nobody_had_asked(
     assert sglang.GET_LOADER in HookRegistry._patched
 
 
-def test_disk_and_cache_give_the_same_bytes(llama: Path, socket: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_and_cache_give_the_same_bytes(llama: Path, daemon: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = state(load(llama, LoadConfig()).model)
     assert len(expected) > 10
     for mode, path in (("off", "off"), ("client", "miss"), ("client", "hit")):
-        loaded = load(llama, asking(socket, mode=mode))
+        loaded = load(llama, asking(daemon, mode=mode))
         assert loaded.loader.outcome.path == path
         assert state(loaded.model) == expected
         assert not loaded.model.training
