@@ -1,6 +1,8 @@
 """Which weights a rank of vLLM needs, from vLLM's own configuration, and which of them may not be shared."""
 
 import json
+import os
+import re
 from typing import Any, Final
 
 import torch
@@ -19,6 +21,9 @@ from weightcache.integrations.torch_names import capability_name, dtype_name
 ENGINE: Final = "vllm"
 LAYOUT: Final = f"vllm-{vllm.__version__}"
 """vLLM decides which tensors of the files it fuses and pads, so its version stands for the layout."""
+
+_SWITCHES: Final = re.compile(r"VLLM_.*(AITER|CUTLASS|DEEP_GEMM|FLASHINFER|FP4|FP8|MARLIN|MOE)")
+"""Variables by which vLLM's choice of a kernel, and with it the layout of processed weights, is changed."""
 
 
 def cache_config(vllm_config: VllmConfig, model_config: ModelConfig, folder: Folder, digest: str | None) -> CacheConfig:
@@ -107,6 +112,8 @@ def _kernel_backend(vllm_config: VllmConfig, model_config: ModelConfig) -> str:
         chosen["moe"] = str(vllm_config.kernel_config.moe_backend)
         chosen["all2all"] = parallel.all2all_backend
         chosen["attention"] = str(vllm_config.attention_config.backend)
+        chosen["kv_cache"] = vllm_config.cache_config.cache_dtype
+        chosen["switches"] = {name: value for name, value in os.environ.items() if _SWITCHES.match(name)}
     if not any(chosen.values()):
         return device
     return f"{device}-{stable_hash(chosen)[:12]}"
