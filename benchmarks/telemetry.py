@@ -1,7 +1,8 @@
 """What telemetry costs: an append to the journal, a daemon's start after a long past, a scrape, an attach, a collector.
 
-Start and scrape must cost the same after 100,000 recoveries as after 10, an append nothing beside a phase, an attach
-with the journal at most 2 ms more than without, and a collector that is dead nothing at all until the daemon ends.
+Start, scrape and the console must cost the same after 100,000 recoveries as after 10, an append nothing beside a phase,
+also on a disk that weights are read from, an attach with the journal at most 2 ms more than without, and a collector
+that is dead nothing at all until the daemon ends.
 
     python benchmarks/telemetry.py [--json OUT] [--episodes 100000] [--appends 20000] [--scrapes 300] [--attaches 100]
 """
@@ -24,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from weightcache.episodes.state import resumed
 from weightcache.journal import Context, Journal, boot_id, boottime_ns
 from weightcache.journal.database import INSERT, Row, connect
 from weightcache.memory import resident_bytes
@@ -74,16 +76,27 @@ def past(episodes: int, first: int = 0) -> Iterator[Row]:
         yield row(601, "episode_close", "ready", verified=True)
 
 
-def appends(folder: Path, count: int) -> dict[str, float]:
+def appends(folder: Path, count: int, name: str = "append") -> dict[str, float]:
     """Microseconds of single appends."""
-    journal = Journal(folder / "appends.sqlite3", Context("node", "a", "e" * 32, 1, 0))
+    journal = Journal(folder / f"{name}.sqlite3", Context("node", "a", "e" * 32, 1, 0))
     took = []
     for _ in range(count):
         began = time.perf_counter_ns()
         journal.append("phase_begin", "load_weights")
         took.append((time.perf_counter_ns() - began) / 1e3)
     journal.close()
-    return {"append_median_us": statistics.median(took), "append_p99_us": statistics.quantiles(took, n=100)[98]}
+    assert (journal.spooled, journal.lost) == (0, 0)
+    p99 = statistics.quantiles(took, n=100)[98]
+    return {f"{name}_median_us": statistics.median(took), f"{name}_p99_us": p99, f"{name}_max_us": max(took)}
+
+
+def busy_appends(folder: Path, count: int) -> dict[str, float]:
+    """The same while others read past the page cache from the same disk, and write and sync to it."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from tests.fixtures.busy_disk import busy_disk
+
+    with busy_disk(folder):
+        return appends(folder, count, "append_on_a_busy_disk")
 
 
 def exporter(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:
@@ -107,6 +120,14 @@ def exporter(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:
     began = time.perf_counter()
     recall(journal)
     recall_s = time.perf_counter() - began
+    began = time.perf_counter()
+    resumed(journal.furthest_snapshot()).catch_up(journal)
+    status_s = time.perf_counter() - began
+    words = [sys.executable, "-m", "readmit.cli", "logs", "--episode", f"{episodes // 2:032x}"]
+    began = time.perf_counter()
+    told = subprocess.run(words, env={**os.environ, "READMIT_JOURNAL": str(path)}, capture_output=True, check=False)
+    logs_s = time.perf_counter() - began
+    assert told.returncode == 0, told.stderr
     start_s, telemetry = start(journal, folder / f"{episodes}.jsonl", kill=False)
     took, body = [], b""
     for _ in range(scrapes):
@@ -122,6 +143,8 @@ def exporter(folder: Path, episodes: int, scrapes: int) -> dict[str, float]:
         "rebuild_s": rebuild_s,
         "start_s": start_s,
         "recall_s": recall_s,
+        "status_s": status_s,
+        "logs_s": logs_s,
         "scrape_median_ms": statistics.median(took),
         "scrape_p99_ms": statistics.quantiles(took, n=100)[98],
         "series": sum(not line.startswith(b"#") for line in body.splitlines()),
@@ -240,6 +263,7 @@ def main() -> None:
         folder = Path(name)
         few, many = (in_child(folder, count, chosen.scrapes) for count in (10, chosen.episodes))
         writing = appends(folder, chosen.appends)
+        writing |= busy_appends(folder, chosen.appends)
         others = {**collector(folder), **attaches(folder, chosen.attaches)}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()}
     result = {"machine": machine, "python": platform.python_version(), "load": os.getloadavg()}
@@ -251,8 +275,7 @@ def main() -> None:
         table.add_row(figure, f"{few[figure]:,.2f}", f"{many[figure]:,.2f}")
     console = Console()
     console.print(table)
-    console.print(f"append: median {writing['append_median_us']:.1f} us, p99 {writing['append_p99_us']:.1f} us")
-    for figure, value in others.items():
+    for figure, value in {**writing, **others}.items():
         console.print(f"{figure}: {value:.2f}")
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from readmit.where import Where
-from weightcache.episodes import Episode, Replay
+from weightcache.episodes import Episode
+from weightcache.episodes.state import resumed
 from weightcache.journal import Context, Journal
 from weightcache.telemetry.gpus import GpuTime
 
@@ -73,8 +74,12 @@ def account(recoveries: Sequence[Recovered]) -> str:
 
 def wait(where: Where, episode_id: str) -> Recovered:
     """Wait until an episode has ended, at most `LIMIT_S`."""
-    journal, replay, time_of = Journal(where.journal, Context.from_environment()), Replay(), GpuTime()
-    accounted: set[str] = set()
+    journal, time_of = Journal(where.journal, Context.from_environment()), GpuTime()
+    snapshot = journal.furthest_snapshot()
+    replay = resumed(snapshot, keep=None)
+    if snapshot is not None:
+        time_of.restore(snapshot.state["accounts"])
+    accounted = {episode.id for episode in replay.episodes if not episode.is_open} - {episode_id}
     deadline = time.monotonic() + LIMIT_S
     while True:
         replay.catch_up(journal)

@@ -3,12 +3,19 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from readmit.commands import logs
 from readmit.recovered import account, wait
 from readmit.where import Where
+from weightcache.episodes.state import resumed
+from weightcache.errors import ConfigError
 from weightcache.journal import Context, Journal, boottime_ns
+from weightcache.journal.database import connect
+from weightcache.registry import Registry
 from weightcache.slo import Objectives
 from weightcache.starting_state import COMPARED
+from weightcache.telemetry import Telemetry
 
 CONFIG = {
     "model_path": "/models/ling",
@@ -22,10 +29,12 @@ CONFIG = {
 }
 
 
-def recovery(journal: Journal, episode: str, path: str, began_s: float, seconds: float) -> None:
+def recovery(
+    journal: Journal, episode: str, path: str, began_s: float, seconds: float, previous: str | None = None
+) -> None:
     """A recovery of eight GPUs that has ended."""
     at_ns, where = round(began_s * 1e9), Context("n", "a", episode)
-    facts = {"cause": "upgrade", "fault_boottime_ns": at_ns, "fault_clock": "command", "previous": None}
+    facts = {"cause": "upgrade", "fault_boottime_ns": at_ns, "fault_clock": "command", "previous": previous}
     journal.append("episode_open", "upgrade", facts, at_ns=at_ns, context=where)
     inside = where._replace(attempt=1)
     state = {"starting_state": dict.fromkeys(COMPARED, "warm")}
@@ -56,3 +65,33 @@ def test_eight_gpus_that_wait_are_counted_and_compared(tmp_path: Path) -> None:
     assert account([alone, compared]) == (
         "2 engines in 64.00 s of recoveries (2 hit): 0.1422 GPU-hours, 1.1000 saved against cold starts"
     )
+
+
+def test_of_a_long_past_only_what_a_snapshot_does_not_tell_is_read(tmp_path: Path) -> None:
+    where = Where(tmp_path, tmp_path, tmp_path / "journal.sqlite3", Objectives())
+    journal, now = Journal(where.journal, Context("n"), checkpoints=True), boottime_ns() / 1e9
+    recovery(journal, "1" * 32, "miss", now, 527)
+    telemetry = Telemetry(journal, Registry(), environ={})
+    telemetry.step()
+    telemetry.close()
+    connection = connect(where.journal)
+    connection.execute("DELETE FROM events")
+    connection.close()
+    recovery(journal, "2" * 32, "hit", now + 1000, 32)
+    (saved,) = {wait(where, "2" * 32).saved for _ in range(2)}
+    assert saved == pytest.approx((527 - 32) * 8 / 3600)
+    last = resumed(journal.furthest_snapshot()).slots["a"].last
+    assert last is not None, "what readmit status begins with"
+    assert (last.id, last.path) == ("1" * 32, "miss")
+
+
+def test_one_recovery_is_told_by_its_own_events(tmp_path: Path) -> None:
+    journal, now = Journal(tmp_path / "journal.sqlite3", Context("n")), boottime_ns() / 1e9
+    for number, (episode, previous) in enumerate((("a" * 32, None), ("ab" * 16, "a" * 32), ("c" * 32, "ab" * 16))):
+        recovery(journal, episode, "hit", now + 100 * number, 32, previous)
+    environment = {"READMIT_JOURNAL": str(journal.path), "READMIT_STATE": str(tmp_path)}
+    told = CliRunner().invoke(logs.app, ["--episode", "ABA"], env=environment)
+    assert told.output == "==> slot a, episode aaaaaaaa, attempt 1: no longer kept <==\n"
+    for id_, why in (("a", "a names 2 recoveries"), ("d", "d names no recovery"), ("%", "% names no recovery")):
+        with pytest.raises(ConfigError, match=why):
+            CliRunner().invoke(logs.app, ["--episode", id_], env=environment, catch_exceptions=False)

@@ -176,6 +176,12 @@ class Journal:
         with self._guard():
             return snapshots.read(self._connect(), name)
 
+    def furthest_snapshot(self) -> "Snapshot | None":
+        """The snapshot that leaves the fewest events to be read."""
+        # Where little happens the base may go further than the latest: what lies between them may be pruned.
+        found = (self.snapshot(name) for name in ("latest", "base"))
+        return max(filter(None, found), key=lambda it: it.position, default=None)
+
     def keep_snapshot(self, name: str, snapshot: "Snapshot") -> None:
         """Keep what events added up to, in the one process that does so.
 

@@ -14,13 +14,14 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
 from weightcache.episodes import Episode, Replay
+from weightcache.episodes.state import REMEMBERED_EPISODES
 from weightcache.errors import ConfigError
 from weightcache.forecast import Forecast
 from weightcache.journal import Event, Journal
 from weightcache.journal.database import is_damage
 from weightcache.journal.pruning import PROBES_KEPT_S
 from weightcache.slo import KEPT_DAYS, Objectives
-from weightcache.telemetry.books import REMEMBERED_EPISODES, Books
+from weightcache.telemetry.books import Books
 from weightcache.telemetry.health import Health
 from weightcache.telemetry.metrics import Collector, Residents
 from weightcache.telemetry.shown import Shown

@@ -31,6 +31,11 @@ class GpuTime:
         self.cold: dict[str, Mean] = {}
         self.gpus: dict[str, int] = {}
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what the accounts of a snapshot tell."""
+        self.cold |= {start: Mean(*mean) for start, mean in state["cold"].items()}
+        self.gpus |= state["gpus"]
+
     def close(self, episode: Episode) -> Saving:
         """Account for a recovery that has ended, and learn from it if it was a cold start."""
         config = next((config for attempt in reversed(episode.attempts) if (config := attempt.config)), None)

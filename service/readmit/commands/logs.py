@@ -11,14 +11,17 @@ import typer
 from readmit.commands import application
 from readmit.report import last_words
 from readmit.where import ConfigOption, Where
-from weightcache.episodes import Replay
+from weightcache.episodes import Episode, Replay
 from weightcache.errors import ConfigError
-from weightcache.journal import Context, Journal
+from weightcache.journal import Context, Event, Journal
 from weightcache.keeper.output import TAIL_LINES
 
 app = application()
 
 _LOOK_EVERY_S: Final = 0.2
+_OPENINGS: Final = (
+    "WHERE slot IN (SELECT DISTINCT slot FROM events) AND kind = 'episode_open' AND instr(episode, ?) = 1 ORDER BY id"
+)
 _TAIL_BYTES: Final = 1 << 20
 
 
@@ -60,9 +63,8 @@ def command(
 
 def _print_recovery(where: Where, folder: Path, id_: str) -> None:
     """The last words of the engine whose end began a recovery, and of those that ended in it."""
-    replay = Replay()
-    replay.catch_up(Journal(where.journal, Context.from_environment()))
-    found = [episode for episode in replay.episodes if id_ and episode.id.startswith(id_.lower())]
+    journal = Journal(where.journal, Context.from_environment())
+    found = journal.query(_OPENINGS, id_.lower()) if id_ else []
     if len(found) != 1:
         raise ConfigError(
             "no_episode",
@@ -71,8 +73,9 @@ def _print_recovery(where: Where, folder: Path, id_: str) -> None:
             found=id_,
             remedy="readmit report lists recoveries and what is kept of their engines",
         )
-    (episode,) = found
-    before = replay.episode(episode.previous) if episode.previous else None
+    episode = _episode(journal, found[0])
+    earlier = journal.query(_OPENINGS, episode.previous) if episode.previous else []
+    before = _episode(journal, earlier[0]) if earlier else None
     ended = [(before, before.attempt)] if before and before.attempt else []
     ended += [(episode, attempt) for attempt in episode.attempts if attempt.outcome not in (None, "ready")]
     for whose, attempt in ended:
@@ -83,6 +86,19 @@ def _print_recovery(where: Where, folder: Path, id_: str) -> None:
             with open(file, "rb") as opened:
                 _skip_to_last(opened, TAIL_LINES)
                 _copy(opened)
+
+
+def _episode(journal: Journal, opened: Event) -> Episode:
+    """A recovery, by what was said of it until it closed. For one of them no journal is read from its beginning."""
+    closing = "WHERE slot = ? AND kind = 'episode_close' AND id > ? AND episode = ? ORDER BY id LIMIT 1"
+    closed = journal.query(closing, opened.slot, opened.id, opened.episode)
+    until = closed[0].id if closed else journal.last_id()
+    its_own = "WHERE id BETWEEN ? AND ? AND episode = ? ORDER BY id"
+    replay = Replay()
+    for event in journal.query(its_own, opened.id, until, opened.episode):
+        replay.feed(event)
+    (episode,) = replay.episodes
+    return episode
 
 
 def _print(folder: Path, slot: str, path: Path, tail: int | None, follow: bool) -> None:

@@ -10,6 +10,7 @@ from readmit.commands import Json, application
 from readmit.gate.operator import order
 from readmit.where import ConfigOption, Where
 from weightcache.episodes import Replay
+from weightcache.episodes.state import resumed
 from weightcache.errors import ConfigError
 from weightcache.journal import Context, Journal
 from weightcache.keeper.control import ask
@@ -39,8 +40,9 @@ def command(
     if alive:
         typer.echo(json.dumps({"pid": keeper["pid"], "problem": problem}) if as_json else problem or "a keeper answers")
         raise typer.Exit(1 if problem else 0)
-    replay = Replay()
-    replay.catch_up(Journal(where.journal, Context.from_environment()))
+    journal = Journal(where.journal, Context.from_environment())
+    replay = resumed(journal.furthest_snapshot())
+    replay.catch_up(journal)
     gate = _gate(where)
     for child in keeper["children"]:
         child["recovery"] = _recovery(replay, child["name"]) if child["role"] == "engine" else None
