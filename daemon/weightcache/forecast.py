@@ -9,9 +9,10 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from weightcache import identity
+from weightcache.asked import Asked, Fields
 from weightcache.checkpoint import Folder
 from weightcache.errors import CacheMiss, CheckpointError, ConfigError
 from weightcache.journal import Event
@@ -23,9 +24,6 @@ _NOTICE_S: Final = 0.5
 _AFTER_FAULT_S: Final = 30.0
 
 log: Final = logging.getLogger("weightcache.forecast")
-
-Fields = Mapping[str, Any]
-"""A `CacheConfig` as plain data."""
 
 
 class Verdict(NamedTuple):
@@ -49,34 +47,25 @@ class Forecast:
 
     def __init__(self, registry: Registry, state: Path | None = None) -> None:
         self.verdicts: Mapping[str, Verdict] = {}
-        self.asked: dict[str, dict[int, Fields]] = {}
-        """What each rank of each slot asked for last."""
+        self._asked = Asked()
         self.learned = 0
-        """How often that changed."""
+        """How often something else was asked for."""
         self._registry = registry
         self._state = state
         self._wanted: dict[str, dict[int, Fields]] = {}
 
+    @property
+    def asked(self) -> dict[str, dict[int, Fields]]:
+        """What each rank of each slot asked for last."""
+        return self._asked.slots
+
     def learn(self, event: Event) -> None:
         """Take in an event."""
-        if event.slot is None or event.kind != "lookup":
-            return
-        config = event.attributes.get("config")
-        if event.name == "off":
-            asked: dict[int, Fields] = {}
-        elif config:
-            others = self.asked.get(event.slot, {})
-            same = {rank: fields for rank, fields in others.items() if _sizes(fields) == _sizes(config)}
-            asked = {**same, event.rank or 0: config}
-        else:
-            return
-        if asked != self.asked.get(event.slot):
-            self.asked = {**self.asked, event.slot: asked}
-            self.learned += 1
+        self.learned += self._asked.learn(event)
 
     def recall(self, asked: dict[str, dict[int, Fields]]) -> None:
         """Go on from what a snapshot tells."""
-        self.asked = asked
+        self._asked.slots = asked
         self.learned += 1
 
     async def keep(self) -> None:
@@ -133,7 +122,3 @@ class Forecast:
         except (CheckpointError, ConfigError) as error:
             log.debug("the checkpoint %s is taken as unchanged: %s", path, error)
             return asked
-
-
-def _sizes(fields: Fields) -> tuple[object, ...]:
-    return tuple(fields.get(name) for name in ("tp_size", "pp_size", "ep_size"))

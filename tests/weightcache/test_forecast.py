@@ -97,6 +97,16 @@ def test_only_slots_that_use_the_cache_are_judged() -> None:
     assert would.forecast.verdicts == {}
 
 
+def test_whoever_publishes_says_more_than_who_looked_up() -> None:
+    unknown = changed(config(), checkpoint_digest=None)
+    published = lookup(config())._replace(kind="publish", name="published")
+    would = Foresight(lookup(unknown, "miss"), published)
+    assert would.forecast.asked == {"a": {0: config().to_dict()}}
+    assert would.forecast.learned == 2
+    would.forecast.learn(published)
+    assert would.forecast.learned == 2, "the same again"
+
+
 class TestFiles:
     """The checkpoint may have become another one since it was asked for."""
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from readmit.gate.process import Engine
 from readmit.gate.records import Records
 from readmit.gate.slots import Lease
+from weightcache.asked import Asked, Fields
 from weightcache.availability import Availability, Outage
 from weightcache.episodes import Attempt, Episode, Replay, Slot
 from weightcache.errors import ConfigError
@@ -70,8 +71,12 @@ class Chronicle:
         self._generations: dict[str, dict[int, str]] = {}
         self._mapped: dict[str, set[str]] = {}
         self._weights: dict[str, dict[str, Any]] = {}
-        self.asked: dict[str, dict[int, dict[str, Any]]] = {slot: {} for slot in slots}
-        """The `CacheConfig` that each rank of each slot asked for last."""
+        self._asked = Asked()
+
+    @property
+    def asked(self) -> dict[str, dict[int, Fields]]:
+        """What each rank of each of the gate's slots asked the cache for last."""
+        return {slot: self._asked.slots.get(slot, {}) for slot in self._slots}
 
     @property
     def kept(self) -> bool:
@@ -285,6 +290,7 @@ class Chronicle:
             change = self.replay.feed(event)
             if (outage := self.availability.feed(event, self.replay, change)) is not None:
                 self.outages.append(outage)
+            self._asked.learn(event)
             self._note_generation(event)
         return bool(events)
 
@@ -310,9 +316,6 @@ class Chronicle:
             config = event.attributes.get("config") or {}
             known = {field: value for field, value in config.items() if value is not None}
             self._weights.setdefault(event.slot, {}).update(known)
-            if event.slot in self.asked and config:
-                before = self.asked[event.slot].get(event.rank or 0, {}) if event.kind == "publish" else {}
-                self.asked[event.slot][event.rank or 0] = {**before, **config}
             if generation := event.attributes.get("generation"):
                 self._generations.setdefault(event.slot, {})[event.rank or 0] = generation
                 if event.name == "hit":

@@ -8,8 +8,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from weightcache.asked import Fields
 from weightcache.errors import CacheMiss, ConfigError
 from weightcache.messages import Done, Explain, Hello
 from weightcache.protocol import Connection
@@ -18,9 +19,6 @@ from weightcache.version import VERSION
 EVERY_S: Final = 5.0
 
 log = logging.getLogger("readmit.gate")
-
-Fields = Mapping[str, Any]
-"""A `CacheConfig` as plain data."""
 
 
 class NextStart(NamedTuple):
