@@ -11,7 +11,7 @@ from readmit.commands import application
 from readmit.config import LogFormat, Slot, unusable
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.node import GATE_STOP_S, become_keeper, check, check_probes, engine, search_path
-from readmit.observe.engines import url_of
+from readmit.observe.engines import Engine, url_of
 from weightcache import paths
 from weightcache.errors import ConfigError
 from weightcache.journal import Context
@@ -44,6 +44,9 @@ def command(
     observe: Annotated[
         bool, typer.Option("--observe", help="Nobody changed the engine: learn of its start from its log and port.")
     ] = False,
+    kind: Annotated[
+        Engine | None, typer.Option("--engine", help="Whose lines an observed log has, where its command is a wrapper.")
+    ] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="Of the logs; READMIT_LOG_FORMAT if absent.")] = None,
     preload: Annotated[
         str | None, typer.Option(metavar="MODULE", help="Hold the command's python -m MODULE imported, for restarts.")
@@ -56,7 +59,7 @@ def command(
     Exits 1 when the engine is given up.
     """
     runtime_dir = paths.runtime_dir(create=False)
-    url = url or (url_of(command) if observe else None)
+    url = url or (url_of(command, kind) if observe else None)
     if observe and url is None:
         raise ConfigError(
             "usage",
@@ -83,10 +86,9 @@ def command(
     env = {"PATH": search_path()}
     children = list(engine(slot, env, runtime_dir))
     if observe:
-        words = ("--slot", slot.name, "--address", slot.address or "", "--", *slot.argv)
-        children.append(
-            ChildSpec(f"{slot.name}-observer", "other", (sys.executable, "-m", "readmit.observe", *words), env)
-        )
+        options = ["--slot", slot.name, "--address", slot.address or "", *(["--engine", kind] if kind else [])]
+        argv = (sys.executable, "-m", "readmit.observe", *options, "--", *slot.argv)
+        children.append(ChildSpec(f"{slot.name}-observer", "other", argv, env))
     listening = {slot.name: slot.address} if slot.address else {}
     if url is not None:
         check_probes(probes, unverified_ok)

@@ -1,4 +1,4 @@
-"""``python -m readmit.observe --slot NAME [--address HOST:PORT] -- COMMAND``: one slot's observer, under the keeper."""
+"""``python -m readmit.observe --slot NAME -- COMMAND``: one slot's observer, under the keeper."""
 
 import argparse
 
@@ -11,6 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="readmit.observe")
     parser.add_argument("--slot", required=True)
     parser.add_argument("--address")
+    parser.add_argument("--engine")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     Observer(
@@ -20,6 +21,7 @@ def main() -> None:
         arguments.command,
         paths.state_dir() / "output",
         arguments.address,
+        arguments.engine,
     ).run()
 
 

@@ -35,7 +35,8 @@ class Table:
     Attributes:
         engine: its name.
         versions: beginnings of the versions whose lines these are; empty where the engine does not say its version.
-        version: a pattern whose first group is the version; nothing is believed before it has matched.
+        version: a pattern whose first group is the version; nothing is believed before it has matched. Where the engine
+            does not say it, nothing is known before a line of these has come.
         rank: a pattern whose first group is the rank of the process that speaks.
         first: the phase that the process is in when it says nothing yet.
         markers: in no particular order; the first that matches counts.
@@ -76,48 +77,44 @@ class Reading:
 
     Args:
         table: how to read.
-        looks: whether the command asks for resident weights; without, its path is ``off``.
+        looks: whether it may look for resident weights; if not, its path is ``off``.
     """
 
     table: Table
     looks: bool
-    known: bool = field(init=False)
-    """Whether this version's lines are known."""
+    known: bool = False
+    """Whether this version's lines are known, and have come."""
     version: str | None = None
     over: bool = False
     """It serves, or nothing more can be learned."""
     _phase: dict[int | None, str] = field(default_factory=dict)
     _told: set[int | None] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.known = self.table.version is None
-        if self.known:
-            self._phase[None] = self.table.first
-
-    def begin(self) -> Iterator[Finding]:
-        """What is known before the first line."""
-        if self.known:
-            yield Finding("phase_begin", self.table.first, None)
-
     def line(self, text: str) -> Iterator[Finding]:
         """What one line says."""
         if self.over:
             return
-        if not self.known:
-            match = re.search(self.table.version or "", text)
+        if not self.known and self.table.version is not None:
+            match = re.search(self.table.version, text)
             if match is None:
                 return
             self.version = match[1]
-            self.known = self.table.covers(match[1])
-            self.over = not self.known
-            if self.known:
-                self._phase[None] = self.table.first
-                yield Finding("phase_begin", self.table.first, None)
+            self.over = not self.table.covers(match[1])
+            if self.over:
+                return
+            yield self._begun()
         for marker in self.table.markers:
             if re.search(marker.pattern, text):
+                if not self.known:
+                    yield self._begun()
                 rank = re.search(self.table.rank, text)
                 yield from self._said(marker, int(rank[1]) if rank else None, text.strip())
                 return
+
+    def _begun(self) -> Finding:
+        """The phase in which the process has been from its beginning."""
+        self.known, self._phase[None] = True, self.table.first
+        return Finding("phase_begin", self.table.first, None)
 
     def _said(self, marker: Marker, rank: int | None, text: str) -> Iterator[Finding]:
         if marker.result is not None and rank not in self._told:

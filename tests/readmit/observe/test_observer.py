@@ -1,7 +1,7 @@
 """``readmit run --observe`` on engines that know nothing of readmit."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,9 +31,9 @@ def recovered(here: Place) -> Episode:
     return wait_for(episodes, "the engine answers")[0]
 
 
-def observe(here: Place, *command: str) -> None:
+def observe(here: Place, *command: str, options: Sequence[str] = ()) -> None:
     gate = ("--gate", f"127.0.0.1:{free_port()}", "--unverified-ok")
-    here.start("run", "--observe", *gate, "--", *command)
+    here.start("run", "--observe", *options, *gate, "--", *command)
 
 
 def vllm(here: Place, log: str) -> str:
@@ -62,6 +62,17 @@ def test_a_recorded_start_of_vllm(here: Place) -> None:
     assert sum(phases.values()) == pytest.approx(episode.total_s)
 
 
+def test_a_wrapper_of_vllm_is_read_as_vllm_when_told_and_its_path_is_not_guessed(here: Place) -> None:
+    port = str(free_port())
+    wrapper = here.folder / "start.sh"
+    wrapper.write_text(f'#!/bin/sh\n{vllm(here, RECORDED.read_text())} "$1"\n')  # a process below it, not in its place
+    told = ("--engine", "vllm", "--url", f"http://127.0.0.1:{port}")
+    observe(here, "sh", str(wrapper), port, options=told)
+    episode = recovered(here)
+    assert episode.path == "unknown", "whether it asks for resident weights is in the wrapper"
+    assert {"import", "distributed_init", "load_weights", "server_ready"} <= set(episode.phases_s())
+
+
 def test_a_fallback_of_vllm_is_a_miss_with_its_reason(here: Place) -> None:
     said = (
         "(Worker pid=9) WARNING 11-29 13:31:09 [ipc_loader.py:217] Weight cache unusable "
@@ -72,6 +83,16 @@ def test_a_fallback_of_vllm_is_a_miss_with_its_reason(here: Place) -> None:
     observe(here, vllm(here, log), *command)
     episode = recovered(here)
     assert (episode.path, episode.reason, episode.detail) == ("miss", "fingerprint", "layout_id")
+
+
+@pytest.mark.parametrize(
+    "log", ["", "version 0.99.0\nStarting to load model /models/m\n"], ids=["no log", "new version"]
+)
+def test_a_vllm_whose_lines_are_not_known_has_its_first_byte_all_the_same(here: Place, log: str) -> None:
+    observe(here, vllm(here, log), "serve", "/models/m", "--port", str(free_port()))
+    episode = recovered(here)
+    assert (episode.path, episode.outcome) == ("unknown", "ready")
+    assert {"spawn", "server_ready", "semantic_verify"} <= set(episode.phases_s())
 
 
 def test_an_engine_without_a_table_has_its_first_byte_and_no_path(here: Place) -> None:
