@@ -55,6 +55,8 @@ def check_scales(tensors: Mapping[str, TensorInfo], block: Block) -> None:
             raise block_mismatch(
                 f"{name} in {scale.file} does not fit its weight",
                 layer=name.removesuffix(SUFFIX),
+                file=scale.file,
+                tensor=name,
                 width=max(weight.shape, default=1),
                 block=block,
                 expected=f"{list(expected)} for a weight of {list(weight.shape)} in blocks of {list(block)}",
@@ -64,7 +66,16 @@ def check_scales(tensors: Mapping[str, TensorInfo], block: Block) -> None:
 
 
 def block_mismatch(
-    message: str, *, layer: str, width: int, block: Block, expected: object, found: object, remedy: str
+    message: str,
+    *,
+    layer: str,
+    file: str,
+    tensor: str,
+    width: int,
+    block: Block,
+    expected: object,
+    found: object,
+    remedy: str,
 ) -> ConfigError:
     """A `ConfigError` for blocks that do not fit. ``data`` carries layer, width in elements and block size."""
     return ConfigError(
@@ -74,6 +85,8 @@ def block_mismatch(
         found=found,
         remedy=remedy,
         layer=layer,
+        file=file,
+        tensor=tensor,
         width=width,
         block=block,
     )

@@ -51,6 +51,11 @@ _NO: Final = frozenset({"", "0", "false", "no", "none"})
 _PACKED_NAMES: Final = ("qweight", "qzeros", "weight_packed", "weight", "_blocks")
 _QUANTIZED_DTYPES: Final = ("F8", "F4")
 _INTEGER_DTYPES: Final = frozenset({"U8", "I8", "U16", "I16", "U32", "I32"})
+_STATE_NAMES: Final = (
+    *(".input_scale", ".weight_scale", ".weight_scale_2", ".k_scale", ".v_scale"),
+    *(".absmax", ".quant_map", ".SCB", ".qzeros", ".g_idx"),
+)
+"""What quantisers store beside weights. Such a tensor announces a quantisation, whatever the config says."""
 _SCALE_DTYPES: Final = frozenset({"F32", "BF16", "F16"})
 
 
@@ -265,7 +270,12 @@ def _normalised(key: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _contradiction(announced: Quantization, tensors: Mapping[str, TensorInfo]) -> Verdict | None:
     """What the headers hold that the announcement does not allow."""
+    state = _STATE_NAMES if announced.method == BLOCK_FP8 else (*_STATE_NAMES, block_scale.SUFFIX)
     for name, info in tensors.items():
+        if name.endswith(state):
+            said = "none such" if announced.method == BLOCK_FP8 else "no quantisation"
+            key = f"the tensor {name} in {info.file}"
+            return Verdict("other", key, f"what belongs to a quantisation; the config announces {said}")
         if info.dtype.startswith(_QUANTIZED_DTYPES):
             fits = announced.method == BLOCK_FP8 and info.dtype == "F8_E4M3"
         else:
@@ -278,8 +288,8 @@ def _contradiction(announced: Quantization, tensors: Mapping[str, TensorInfo]) -
 
 
 def _check_fp8_layers(tensors: Mapping[str, TensorInfo]) -> None:
-    """Check that every FP8 weight has its scales, and that there is at least one."""
-    weights = [name for name, info in tensors.items() if info.dtype == "F8_E4M3"]
+    """Check that every FP8 weight has its scales and every scale its weight, and that there is at least one."""
+    weights = {name: None for name, info in tensors.items() if info.dtype == "F8_E4M3"}
     for name in weights:
         scale = tensors.get(name + block_scale.SUFFIX)
         if scale is None or scale.dtype not in _SCALE_DTYPES:
@@ -292,6 +302,18 @@ def _check_fp8_layers(tensors: Mapping[str, TensorInfo]) -> None:
                 file=tensors[name].file,
                 tensor=name,
             )
+    for name in tensors:
+        if name.endswith(block_scale.SUFFIX) and name.removesuffix(block_scale.SUFFIX) not in weights:
+            weight = tensors.get(name.removesuffix(block_scale.SUFFIX))
+            raise refusal(
+                "quant_conflict",
+                f"{name} in {tensors[name].file} is the scale of no FP8 weight",
+                expected=f"{name.removesuffix(block_scale.SUFFIX)} in F8_E4M3",
+                found="nothing of that name" if weight is None else weight.dtype,
+                remedy="Download config and weights again, of one revision",
+                file=tensors[name].file,
+                tensor=name,
+            )
     if not weights:
         raise refusal(
             "quant_conflict",
@@ -299,4 +321,5 @@ def _check_fp8_layers(tensors: Mapping[str, TensorInfo]) -> None:
             expected="weights in F8_E4M3",
             found=", ".join(sorted({info.dtype for info in tensors.values()})),
             remedy="Remove quantization_config from config.json, or download the weights again",
+            file="config.json",
         )

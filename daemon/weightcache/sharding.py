@@ -257,6 +257,8 @@ def _check(plan: Plan, name: str, info: TensorInfo) -> None:
             raise block_scale.block_mismatch(
                 f"{name} cannot be shared out to {plan.tp_size} ranks: a rank's part would end inside a block",
                 layer=name,
+                file=info.file,
+                tensor=name,
                 width=width,
                 block=plan.block or (0, 0),
                 expected=f"a width per rank that is a multiple of {side}",

@@ -28,6 +28,8 @@ _FUSED_NAME: Final = {part: name for name, parts in FUSED.items() for part in pa
 _NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _PREFIXES: Final = frozenset({"model", "language_model", "text_model"})
 _ANYWHERE: Final = "*"
+_MODEL: Final = "model"
+"""The normalised entry that stands for all layers below the model's root; no other one begins with a prefix."""
 
 Parts = tuple[str, ...]
 
@@ -41,9 +43,9 @@ class SkipList:
 
     def __init__(self, listed: list[str]) -> None:
         self.entries = tuple(sorted({name for entry in listed for name in normalize(entry)}))
-        split = [tuple(entry.split(".")) for entry in self.entries]
-        self._from_root = {parts for parts in split if parts[0] != _ANYWHERE}
-        self._anywhere = {parts[1:] for parts in split if parts[0] == _ANYWHERE}
+        split = [() if entry == _MODEL else tuple(entry.split(".")) for entry in self.entries]
+        self._from_root = {parts for parts in split if parts[:1] != (_ANYWHERE,)}
+        self._anywhere = {parts[1:] for parts in split if parts[:1] == (_ANYWHERE,)}
         self._root_lengths = {len(parts) for parts in self._from_root}
         self._lengths = {len(parts) for parts in self._anywhere}
 
@@ -62,13 +64,14 @@ class SkipList:
             names = config.get(key)
             if names is None:
                 continue
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, list) or not all(isinstance(name, str) and name.strip(".") for name in names):
                 raise refusal(
                     "config_invalid",
                     f"{where}.{key} is not a list of names",
-                    expected="a list of text",
+                    expected="a list of text, none of it empty: engines differ in what that would match",
                     found=ascii(names)[:200],
                     remedy="Correct config.json",
+                    file="config.json",
                     key=f"{where}.{key}",
                 )
             listed += names
@@ -77,15 +80,20 @@ class SkipList:
     def covering(self, layer: str) -> tuple[str, ...]:
         """The entries that cover `layer`, or nothing. A fused layer is covered only if all its parts are."""
         covering: list[str] = []
-        for parts in _spelt_out(_below_model(layer)[1]):
-            found = self._matching(parts)
+        below_root, name = _below_model(layer)
+        for parts in _spelt_out(name):
+            found = self._matching(parts, below_root)
             if not found:
                 return ()
             covering += found
         return tuple(covering)
 
-    def _matching(self, parts: Parts) -> list[str]:
-        found = [".".join(parts[:length]) for length in self._root_lengths if parts[:length] in self._from_root]
+    def _matching(self, parts: Parts, below_root: bool) -> list[str]:
+        found = [
+            ".".join(parts[:length]) or _MODEL
+            for length in self._root_lengths
+            if parts[:length] in self._from_root and (length or below_root)
+        ]
         for length in self._lengths:
             pieces = (parts[start : start + length] for start in range(len(parts) - length + 1))
             found += [f"{_ANYWHERE}.{'.'.join(piece)}" for piece in pieces if piece in self._anywhere]
@@ -127,10 +135,12 @@ def normalize(entry: str) -> list[str]:
     'layers.0.self_attn.q_proj'
     >>> normalize("self_attn")
     ['*.self_attn']
+    >>> normalize("model.language_model")
+    ['model']
     """
     from_root, parts = _below_model(entry.removesuffix(".weight"))
     if not parts:
-        return []
+        return [_MODEL]
     return [".".join(spelt if from_root else (_ANYWHERE, *spelt)) for spelt in _spelt_out(parts)]
 
 

@@ -41,9 +41,21 @@ def remove(folder: Path) -> None:
     (folder / SECOND).unlink()
 
 
-def send_elsewhere(folder: Path) -> None:
-    names = {name: FIRST for name in checkpoints.read_raw(folder / FIRST)[0] if name != "__metadata__"}
-    checkpoints.write_index(folder, {**names, "lm_head.weight": f"../{SECOND}"})
+def sending_to(name: str) -> Callable[[Path], None]:
+    def send(folder: Path) -> None:
+        names = {tensor: FIRST for tensor in checkpoints.read_raw(folder / FIRST)[0] if tensor != "__metadata__"}
+        checkpoints.write_index(folder, {**names, "lm_head.weight": name})
+
+    return send
+
+
+def leave_an_answer(folder: Path) -> None:
+    (folder / SECOND).write_text('{"error": "Access to model is restricted"}')
+
+
+def name_twice(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", '{"hidden_size": 8, ', 1))
 
 
 def add_a_copy(folder: Path) -> None:
@@ -88,11 +100,14 @@ CASES = {
     "B01 header of a terabyte": Case(promise_a_terabyte, "not_safetensors", SECOND),
     "B01 overlap": Case(put_on_one_range, "geometry", "lm_head.weight"),
     "B01 pointer": Case(leave_a_pointer, "not_safetensors", "Git LFS"),
+    "B01 a server's answer": Case(leave_an_answer, "not_safetensors", "a download that failed"),
     "B02 missing": Case(remove, "shard_missing", SECOND, asks=True),
-    "B02 outside": Case(send_elsewhere, "path_escape", f"../{SECOND}"),
+    "B02 outside": Case(sending_to(f"../{SECOND}"), "path_escape", f"../{SECOND}"),
+    "B02 outside, elsewhere": Case(sending_to(f"..\\{SECOND}"), "path_escape", SECOND),
     "B03 twice": Case(add_a_copy, "duplicate_tensor", "more.safetensors"),
     "B04 dtype": Case(misspell, "dtype", "BF61"),
     "B05 dangling": Case(dangle, "link_dangling", "../blobs/gone", asks=True),
+    "B18 a config of two minds": Case(name_twice, "config_invalid", "hidden_size"),
     "B20 tie": Case(tie_what_differs, "tie_conflict", "lm_head.weight"),
     "B21 nothing in FP8": Case(announce_fp8, "quant_conflict", "BF16", asks=True),
 }
@@ -121,6 +136,7 @@ def test_a_bad_checkpoint_exits_2_and_says_what_is_wrong(
     assert (done.returncode, done.stdout) == (2, "")
     facts = json.loads(done.stderr)
     assert (facts["kind"], facts["reason"]) == ("checkpoint", CASES[case].reason)
+    assert facts["file"]
     assert CASES[case].word in facts["message"] or CASES[case].word in str(facts["found"])
 
 

@@ -94,3 +94,18 @@ def test_a_revision_can_be_named(tmp_path: Path) -> None:
     facts = json.loads(readmit(tmp_path, "preflight", repository, "--revision", "main", "--json").stdout)
     assert facts["revision"] == "a" * 40
     assert readmit(tmp_path, "preflight", repository, "--revision", "v9").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--tp-size", "2", "--tp-rank", "2"], ["--dtype", "int8"], ["--dtype", "half a float"]]
+)
+def test_there_is_no_identity_of_what_cannot_be(tmp_path: Path, options: list[str]) -> None:
+    done = readmit(tmp_path, "fingerprint", checkpoints.plain(tmp_path / "t"), *options, "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert options[-1] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_path_is_not_the_present_folder(tmp_path: Path) -> None:
+    done = readmit(tmp_path, "preflight", "", "--json")
+    assert (done.returncode, json.loads(done.stderr)["reason"]) == (2, "folder_missing")

@@ -164,7 +164,7 @@ def test_no_config(tmp_path: Path) -> None:
 def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
     folder = checkpoints.plain(tmp_path / "t")
     (folder / "config.json").write_text(text)
-    refused(folder, "duplicate_tensor" if '"a": 2' in text else "config_invalid")
+    refused(folder, "config_invalid")
 
 
 def test_a_config_nested_too_deeply(tmp_path: Path) -> None:

@@ -59,14 +59,20 @@ def test_a_part_missing_from_a_series_without_index_is_noticed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "sub/../../x.safetensors", "/etc/x.safetensors", "", "a\0b", ".."]
+    "name",
+    [
+        *("../x.safetensors", "sub/../../x.safetensors", "/etc/x.safetensors", "", "a\0b", ".."),
+        *("..\\x.safetensors", "sub\\..\\..\\x.safetensors", "\\x.safetensors"),
+    ],
 )
 def test_a_name_that_leaves_the_folder_is_never_opened(tmp_path: Path, name: str) -> None:
     folder = checkpoints.plain(tmp_path / "t")
     outside = tmp_path / "x.safetensors"
     os.mkfifo(outside)  # opening it would block for ever
     redirect(folder, name)
-    assert ascii(name) in str(refused(folder, "path_escape"))
+    error = refused(folder, "path_escape")
+    assert ascii(name) in str(error)
+    assert error.data["tensor"] in json.loads((folder / checkpoints.INDEX).read_text())["weight_map"]
 
 
 def test_an_absolute_name_is_refused_even_if_it_is_inside(tmp_path: Path) -> None:

@@ -400,11 +400,44 @@ def test_names_are_normalised() -> None:
         "layers.0.mlp.up_proj",
     ]
     assert normalize("self_attn") == ["*.self_attn"]
-    assert normalize("model") == normalize("") == normalize("...") == []
+    assert normalize("model") == normalize("model.language_model") == ["model"]
     assert role("model.layers.3.self_attn.k_proj") == role("model.layers.12.self_attn.qkv_proj")
 
 
-@pytest.mark.parametrize("listed", ["lm_head", {"a": 1}, [1], [None]])
+def test_the_models_own_name_covers_all_that_is_below_it(tmp_path: Path) -> None:
+    assert SkipList(["model"]).covering("model.layers.0.self_attn.qkv_proj") == ("model",) * 3
+    assert SkipList(["model"]).covering("lm_head") == ()
+    folder = checkpoints.fp8(tmp_path / "t", quantization=checkpoints.fp8_config(ignored_layers=["model"]))
+    with pytest.raises(CheckpointError, match="skip list entry model says") as caught:
+        quantization.of(Checkpoint.open(folder))
+    assert caught.value.reason == "quant_conflict"
+
+
+STATE = [
+    "input_scale", "weight_scale", "weight_scale_2", "k_scale", "v_scale", "weight.absmax", "weight.quant_map",
+    "weight.SCB", "qzeros", "g_idx",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [*STATE, "weight_scale_inv"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_tensor_that_only_quantisers_write_announces_one(tmp_path: Path, state: str, quantized: bool) -> None:
+    shards = checkpoints.decoder(quantized=quantized)
+    name = f"model.layers.7.mlp.up_proj.{state}"
+    shards[checkpoints.SHARDS[1]][name] = checkpoints.tensor(name, "F32", 1)
+    settings = checkpoints.config(**({"quantization_config": FP8} if quantized else {}))
+    checkpoint = Checkpoint.open(checkpoints.write(tmp_path / "t", shards, settings))
+    if quantized and state == "weight_scale_inv":
+        with pytest.raises(CheckpointError, match="scale of no FP8 weight") as caught:
+            quantization.of(checkpoint)
+        assert (caught.value.reason, caught.value.data["tensor"]) == ("quant_conflict", name)
+        return
+    verdict = quantization.of(checkpoint).verdict
+    assert verdict is not None
+    assert name in verdict.key
+
+
+@pytest.mark.parametrize("listed", ["lm_head", {"a": 1}, [1], [None], [""], ["..."]])
 def test_a_skip_list_that_is_none_is_refused(tmp_path: Path, listed: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         announced(tmp_path, quantization_config=checkpoints.fp8_config(ignored_layers=listed))

@@ -119,7 +119,8 @@ def test_a_cut_inside_a_block_is_refused_before_loading(tmp_path: Path) -> None:
         (tmp_path / "t" / name).unlink()
     error = mismatch(checkpoint, 4)
     assert error.reason == "shard_block_mismatch"
-    assert error.data == {"layer": Q, "width": 64, "block": BLOCK}
+    where = {"layer": Q, "tensor": Q, "file": checkpoints.SHARDS[0]}
+    assert error.data == {**where, "width": 64, "block": BLOCK}
     assert "64" in str(error)
     assert "128" in str(error)
 

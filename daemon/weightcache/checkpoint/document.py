@@ -1,39 +1,47 @@
 """The document: JSON read strictly, for files that others wrote."""
 
 import json
+from types import NoneType
 from typing import Any
 
 from weightcache.checkpoint.refusal import reading, refusal
 
 
-def read_object(path: str, reason: str) -> dict[str, Any]:
-    """The JSON object in the file at `path`.
+def read_object(path: str, reason: str, tensors: type = NoneType) -> dict[str, Any]:
+    """The JSON object in the file at `path`; see `parse_object`.
 
     Raises:
-        CheckpointError: `reason` where the text is not a JSON object; ``unreadable``.
+        CheckpointError: `reason` where the text is not a JSON object; ``duplicate_tensor``; ``unreadable``.
     """
     with reading(path), open(path, "rb") as file:
         raw = file.read()
-    return parse_object(raw, path, reason)
+    return parse_object(raw, path, reason, tensors)
 
 
-def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
+def parse_object(raw: bytes, path: str, reason: str, tensors: type = NoneType) -> dict[str, Any]:
     """The JSON object in `raw`. A key that appears twice is an error: which of the two counts, no two readers agree on.
 
+    Args:
+        raw: the text.
+        path: the file it is from.
+        reason: of the refusal.
+        tensors: the type of what stands under the name of a tensor, where the text has such.
+
     Raises:
-        CheckpointError: ``duplicate_tensor`` for a doubled key, otherwise `reason`.
+        CheckpointError: ``duplicate_tensor`` for a tensor that is named twice, otherwise `reason`.
     """
     try:
         found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except _DoubledKeyError as error:
+        twice = isinstance(error.value, tensors)
         raise refusal(
-            "duplicate_tensor",
-            f"{path} names {error.key!r} twice",
+            "duplicate_tensor" if twice else reason,
+            f"{path} names {error.key!a} twice",
             expected="one entry",
             found="two entries",
             remedy="Write the file again, or download it again",
             file=path,
-            tensor=error.key,
+            **({"tensor": error.key} if twice else {"key": error.key}),
         ) from None
     except (ValueError, RecursionError) as error:
         raise refusal(
@@ -57,8 +65,9 @@ def parse_object(raw: bytes, path: str, reason: str) -> dict[str, Any]:
 
 
 class _DoubledKeyError(Exception):
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, value: object) -> None:
         self.key = key
+        self.value = value
 
 
 def _no_constant(name: str) -> None:
@@ -69,8 +78,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     built = dict(pairs)
     if len(built) != len(pairs):
         seen: set[str] = set()
-        for key, _ in pairs:
+        for key, value in pairs:
             if key in seen:
-                raise _DoubledKeyError(key)
+                raise _DoubledKeyError(key, value)
             seen.add(key)
     return built

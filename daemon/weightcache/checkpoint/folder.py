@@ -56,8 +56,9 @@ class Folder:
                 ``config_invalid`` or ``unreadable``.
         """
         named = os.fspath(path)
-        if "\0" in named:
-            raise refusal("folder_missing", "A path cannot contain a NUL", expected="a folder", found=ascii(named))
+        if not named or "\0" in named:
+            facts = {"expected": "a folder", "found": ascii(named), "path": named}
+            raise refusal("folder_missing", "A path is neither empty nor contains a NUL", **facts)
         asked = os.path.abspath(named)
         if not os.path.exists(asked) and not os.path.islink(asked):
             asked = _in_hub_cache(named) or asked
@@ -97,7 +98,9 @@ class Folder:
         Raises:
             CheckpointError: ``unreadable``.
         """
-        return tuple(name for name in self._listing if name.endswith(".json") and not name.endswith(".index.json"))
+        return tuple(
+            name for name in self._listing if name.lower().endswith(".json") and not name.endswith(".index.json")
+        )
 
     @cached_property
     def index_name(self) -> str | None:
@@ -129,7 +132,7 @@ class Folder:
         """
         if self.index_name is None:
             return None
-        _settings(self.root, self.index_name)
+        _settings(self.root, self.index_name, "index_invalid")
         return stamp_file(self.root, self.index_name)
 
     @cached_property
@@ -145,17 +148,14 @@ class Folder:
             return None
         self.index_settled = settle([self.index_stamp])
         path = self.locate(self.index_name)
-        mapping = read_object(path, "index_invalid").get("weight_map")
-        if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
-            raise refusal(
-                "index_invalid",
-                f"{self.index_name} has no weight_map of tensor names to file names",
-                expected="an object of text to text",
-                found=type(mapping).__name__,
-                remedy="Download the index again",
-                file=path,
-            )
-        names = {name: _judged(name, path) for name in set(mapping.values())}
+        mapping = read_object(path, "index_invalid", tensors=str).get("weight_map")
+        if not isinstance(mapping, dict):
+            raise _bad_map(path, None, type(mapping).__name__)
+        for tensor, name in mapping.items():
+            if not isinstance(name, str):
+                raise _bad_map(path, tensor, ascii(name)[:200])
+        first = {name: tensor for tensor, name in reversed(mapping.items())}
+        names = {name: _judged(name, path, tensor) for name, tensor in first.items()}
         return {tensor: names[name] for tensor, name in mapping.items()}
 
     @cached_property
@@ -301,8 +301,8 @@ def leads_nowhere(error: OSError) -> bool:
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
-def _settings(root: str, name: str) -> str:
-    """The path of a settings file in `root`, once it is known to be there."""
+def _settings(root: str, name: str, reason: str = "config_missing") -> str:
+    """The path of a settings file in `root`, once it is known to be there; `reason` where it is something else."""
     path = os.path.join(root, name)
     with reading(path):
         try:
@@ -323,35 +323,51 @@ def _settings(root: str, name: str) -> str:
             target=os.readlink(path),
         )
     raise refusal(
-        "config_missing",
+        reason,
         f"{root} has no {name}",
-        expected=name,
+        expected=f"a file called {name}",
         found="something that is not a file" if os.path.exists(path) else "nothing of that name",
         remedy="Give the folder of a checkpoint",
         path=root,
+        file=path,
     )
 
 
-def _judged(name: str, path: str) -> str:
+def _bad_map(path: str, tensor: str | None, found: str) -> CheckpointError:
+    return refusal(
+        "index_invalid",
+        f"{path} has no weight_map of tensor names to file names",
+        expected="an object of text to text" if tensor is None else f"the name of the file that holds {tensor!a}",
+        found=found,
+        remedy="Download the index again",
+        file=path,
+        tensor=tensor,
+    )
+
+
+def _judged(name: str, path: str, tensor: str) -> str:
     """`name` without what does not change its meaning, once it is known to stay in the folder."""
     if not _stays_inside(name):
         raise refusal(
             "path_escape",
-            f"{path} names a file outside its folder",
+            f"{path} names what is no file of its folder",
             expected="a relative name without '..'",
             found=ascii(name),
             remedy="Download the index again, from a source you trust",
             file=path,
+            tensor=tensor,
         )
     return os.path.normpath(name)
 
 
 def _stays_inside(name: str) -> bool:
+    """Whether a name stays in the folder that it is joined to, also where others take a backslash for a separator."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+    first, *others = re.split(r"[/\\]", name)
+    return bool(first) and "\0" not in name and ".." not in (first, *others)
 
 
 def _siblings(name: str) -> list[str]:

@@ -58,12 +58,16 @@ _INTEGER: Final = {int}  # and not bool, which is one of Python's integers
 
 _MAGIC: Final = {
     b"PK\x03\x04": "a zip archive (a PyTorch pickle?)",
-    b"\x80\x02": "a pickle",
+    **dict.fromkeys((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a pickle"),
     b"version ": "a Git LFS pointer: the weights themselves were not downloaded",
     b"GGUF": "a GGUF file",
-    b"<!DOCTYP": "an HTML page",
-    b"<html": "an HTML page",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x89HDF": "an HDF5 file",
+    b"\x1f\x8b": "a gzip archive",
+    b"<": "a page in HTML or XML, such as a server's answer to a download that failed",
+    b"{": "JSON, such as a server's answer to a download that failed",
 }
+"""Beginnings of what is often found in place of weights; looked at once the length is known to be wrong."""
 
 
 class TensorInfo(NamedTuple):
@@ -118,7 +122,7 @@ def read_header(descriptor: int, name: str, path: str, size: int) -> dict[str, T
             file=path,
         )
     data = 8 + length
-    entries = parse_object(raw, path, "not_safetensors")
+    entries = parse_object(raw, path, "not_safetensors", tensors=dict)
     _check_metadata(entries.pop("__metadata__", None), path)
     tensors = {tensor: _tensor(tensor, entry, name, path, data) for tensor, entry in entries.items()}
     return _cover(tensors, path, data, size)

@@ -168,6 +168,7 @@ def _missing(folder: Folder, names: list[str]) -> CheckpointError:
         found="nothing of these names",
         remedy="Download the missing files",
         path=folder.path,
+        file=folder.locate(names[0]),
         files=names,
     )
 

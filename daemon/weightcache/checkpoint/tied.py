@@ -88,6 +88,7 @@ def _flag(where: str, value: object) -> bool:
         expected="true or false",
         found=ascii(value)[:200],
         remedy="Correct config.json",
+        file="config.json",
         key=where,
     )
 

@@ -4,17 +4,19 @@ import json
 import sys
 from collections import Counter
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from readmit.commands import Json
 from readmit.commands.daemon import Dtype
 from weightcache import identity, quantization
-from weightcache.checkpoint import Checkpoint, Folder
-from weightcache.errors import UnsupportedQuantForIPCError
+from weightcache.checkpoint import DTYPES, Checkpoint, Folder
+from weightcache.errors import ConfigError, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig
 from weightcache.quantization import Quantization
+
+FLOATING: Final = tuple(dtype.torch for dtype in DTYPES.values() if "float" in dtype.torch)
 
 Model = Annotated[str, typer.Argument(help="A folder, a hub cache's folder, or a repository's name in that cache.")]
 Revision = Annotated[str | None, typer.Option(help="Of a hub cache's folder: a commit, or a name under refs.")]
@@ -59,9 +61,16 @@ def fingerprint(
     as_json: Json = False,
 ) -> None:
     """Show the identity that a transformers engine here would ask for. Without --hash a large one is not read."""
+    if tp_rank >= tp_size:
+        raise typer.BadParameter(f"there is no rank {tp_rank} of {tp_size}")
     folder = Folder.open(model, revision)
+    chosen = dtype or _dtype(folder)
+    if chosen not in FLOATING:
+        raise ConfigError(
+            "dtype", "weights need a floating point dtype of torch", expected=", ".join(FLOATING), found=chosen
+        )
     known = identity.Identity(prove(Checkpoint.open(folder)), "hashed") if hash_now else identity.digest_of(folder)
-    own = {"dtype": dtype or _dtype(folder), "tp_size": tp_size, "tp_rank": tp_rank, **_engine()}
+    own = {"dtype": chosen, "tp_size": tp_size, "tp_rank": tp_rank, **_engine()}
     fields = {**identity.fields_of(folder, known.digest), **own, "kernel_backend": identity.computed_from(folder)}
     _print(
         {
@@ -89,7 +98,7 @@ def _engine() -> dict[str, str]:
 def _dtype(folder: Folder) -> str:
     """The dtype that transformers gives the weights of this checkpoint."""
     sections = [folder.config, folder.config.get("text_config")]
-    named = (section.get(key) for section in sections if section for key in ("dtype", "torch_dtype"))
+    named = (section.get(key) for section in sections if isinstance(section, dict) for key in ("dtype", "torch_dtype"))
     return str(next((each for each in named if each), "float32")).removeprefix("torch.")
 
 
