@@ -15,7 +15,7 @@ from tests.weightcache.caches import KeptCache, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 ENGINE: Final = Path(__file__).with_name("engine.py")
-BEFORE_TAGS: Final = "f89c35d0aa332d79e782d3e26eb2fd0170773219"
+BEFORE_TAGS: Final = "9fe0d14012b63629dcf1d3fdf2d13ee85055fc3d"
 """What counts as the release before this one as long as there is no tag."""
 LABEL: Final = "0.0.0+previous"
 
