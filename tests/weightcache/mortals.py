@@ -103,6 +103,7 @@ def _run(order: dict[str, Any]) -> None:
         "daemon": lambda *words: daemon.main(list(words)),
         "keeper": lambda *words: keeper.main(list(words)),
         "gate": lambda *words: gate.app(list(words), prog_name="readmit gate"),
+        "engine": lambda *words: engine.main(list(words)),
     }
     roles[order["role"]](*order["arguments"])
 
@@ -124,6 +125,7 @@ if __name__ == "__main__":
     from tests.weightcache.models import config, loader, skeleton
 
     import readmit.gate.server
+    from readmit import engine, engine_fork
     from readmit.commands import gate
     from weightcache import daemon
     from weightcache.client import attach
@@ -131,4 +133,5 @@ if __name__ == "__main__":
     from weightcache.telemetry import exporter, spans
 
     assert all((readmit.gate.server, exporter, spans))  # imported here, so that those forked need not
+    engine_fork.preload()
     _serve()

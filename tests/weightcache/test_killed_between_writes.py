@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fixtures import checkpoints
 from tests.readmit.gate.harness import ScriptedEngine, ending, free_port, probe_file
 from tests.weightcache.caches import Cache, wait_for
 from tests.weightcache.models import config
@@ -121,6 +122,38 @@ def test_engine(served: Cache, source: Mortals, resident: bool) -> None:
     path = "hit" if resident else "miss"
     assert auditor.seen["readmit_recoveries_total", "outcome=abandoned", f"path={path}"] > 3
     assert auditor.seen["readmit_recoveries_total", "outcome=abandoned", "path=unknown"] > 3
+    auditor.close()
+
+
+def test_reference_engine(cache: Cache, source: Mortals) -> None:
+    """Its own marks, from its first to the one that it is ready; those of an attach are `test_engine`'s."""
+    model = checkpoints.with_tokenizer(checkpoints.plain(cache.folder / "model"))
+    journal = Journal(cache.journal_path, Context("n"))
+    auditor = Auditor(cache.journal_path)
+    for writes in range(100):
+        context = recovery_of(journal)
+        environment = {**context.to_environment(), "READMIT_JOURNAL": str(cache.journal_path)}
+        engine = source.start("engine", writes, environment, str(model), "--port", "0", "--weight-cache", "off")
+        ready = "WHERE episode = ? AND kind = 'phase_end' AND name = 'server_ready'"
+        wait_for(
+            lambda: ended(engine) or journal.query(ready, context.episode),  # noqa: B023 - called at once
+            "the engine to die or to be ready",
+        )
+        done = bool(journal.query(ready, context.episode))
+        auditor.audit()
+        engine.send_signal(signal.SIGKILL)
+        wait_for(lambda: ended(engine), "the engine to end")  # noqa: B023
+        about = {"process": "engine", "pid": engine.pid, "signal": int(signal.SIGKILL)}
+        journal.append("process", "exited", about, context=context)
+        journal.append("episode_close", "abandoned", context=context)
+        auditor.audit()
+        if done:
+            break
+    assert 10 < writes < 99
+    (episode,) = auditor.telemetry._books.replay.episodes[-1:]
+    named = {interval.name for interval in episode.intervals() if interval.end_ns is not None}
+    assert named >= {"spawn", "import", "tokenizer_init", "load_weights", "kernel_warmup", "server_ready"}
+    assert auditor.seen["readmit_recoveries_total", "outcome=abandoned", "path=off"] > 3
     auditor.close()
 
 
