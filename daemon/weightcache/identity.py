@@ -199,6 +199,16 @@ def prove(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None,
     return digest
 
 
+def know_digest(folder: Folder) -> str:
+    """The digest of a checkpoint; its files are read if nobody knows it. Ranks read parts, which nobody can hash.
+
+    Raises:
+        CheckpointError: ``changed``, ``truncated`` or ``unreadable``, and as `Checkpoint.open`.
+        ConfigError: the state folder cannot be used.
+    """
+    return digest_of(folder).digest or prove(Checkpoint.open(folder))
+
+
 class _Memory:
     """Records in small files, written whole. Each is found by its folder, and by its files, wherever they lie now."""
 

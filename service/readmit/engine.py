@@ -1,6 +1,7 @@
 """The reference engine: transformers behind an OpenAI-compatible API, and the example of how to plug in an engine.
 
-``readmit engine MODEL --port 8000 --weight-cache client`` serves one model from one process. What makes it an engine
+``readmit engine MODEL --port 8000 --weight-cache client`` serves one model from one process, or with ``--tp-size`` from
+as many as share it (`readmit.ranks`). What makes it an engine
 that readmit can account for is in this file: every phase of its start is marked in the journal, and its weights come
 through `weightcache.integrations.transformers`.
 """
@@ -14,9 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from readmit.ranks import Ranks
 from weightcache import paths
 from weightcache.checkpoint import Folder
 from weightcache.errors import CheckpointError, ConfigError, WeightCacheError
+from weightcache.identity import know_digest
 from weightcache.journal import Journal, boottime_ns
 from weightcache.log_line import FORMATS
 from weightcache.logs import complain, configure
@@ -71,37 +74,79 @@ def run(arguments: argparse.Namespace, journal: Journal, began_ns: int) -> None:
     folder = Folder.open(arguments.model)
     if arguments.weight_cache != "off":
         paths.checked_socket_path(arguments.socket or paths.socket_path())
+    check_ranks(arguments)
     listener = bind(arguments.host, arguments.port)
+    ranks = Ranks.fork(arguments.tp_size)
+    if ranks.rank > 0:
+        listener.close()
+        journal, began_ns = journal.bound(rank=ranks.rank), boottime_ns()
     with journal.phase("import", began_ns=began_ns):
         from transformers.utils import logging as transformers_logging
 
         from readmit.completions import CompletionsAPI
+        from readmit.decoding import GrowingDecoder
         from readmit.generation import Generator
         from weightcache.integrations.transformers import from_pretrained, import_architecture
 
         import_architecture(folder)
+        if ranks.size > 1:
+            from weightcache.integrations.transformers_ranks import connect_ranks
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with journal.phase("tokenizer_init"):
-        tokenizer = read_tokenizer(folder)
-    with journal.phase("load_weights"):
+    if ranks.rank == 0:
+        with journal.phase("tokenizer_init"):
+            tokenizer = read_tokenizer(folder)
+    if ranks.size > 1:
+        with journal.phase("distributed_init"):
+            mesh = ranks.meet()
+    own = journal.bound(rank=ranks.rank) if ranks.size > 1 else journal
+    with own.phase("load_weights"):
+        if ranks.size > 1 and arguments.weight_cache != "off":
+            if ranks.rank == 0:
+                with own.phase("load_weights.match"):
+                    know_digest(folder)
+            ranks.wait_for_all()
         model, outcome = from_pretrained(
             folder,
             mode=arguments.weight_cache,
             socket=arguments.socket,
             dtype=arguments.dtype,
             device=arguments.device,
-            journal=journal,
+            tp_size=ranks.size,
+            tp_rank=ranks.rank,
+            journal=own,
         )
-    log.info(_told(outcome))
+    log.info("%s%s", f"rank {ranks.rank}: " if ranks.size > 1 else "", _told(outcome))
     if model.device.type == "cuda":
         generator = Generator(model, tokenizer, on_gpu(model, journal, capture=not arguments.eager))
     else:
-        generator = Generator(model, tokenizer)
+        decoder = GrowingDecoder(model)
+        if ranks.size > 1:
+            connect_ranks(model, mesh)
+        if ranks.rank > 0:
+            ranks.follow(decoder)
+            return
+        generator = Generator(model, tokenizer, ranks.lead(decoder))
         with journal.phase("kernel_warmup"):
             warm_up(generator)
     api = CompletionsAPI(generator, arguments.served_model_name or os.path.basename(folder.path))
     serve(api.app(), listener, journal)
+
+
+def check_ranks(arguments: argparse.Namespace) -> None:
+    """Check that this engine can be so many ranks.
+
+    Raises:
+        ConfigError: ``tp_size``.
+    """
+    if arguments.tp_size < 1 or (arguments.tp_size > 1 and arguments.device != "cpu"):
+        raise ConfigError(
+            "tp_size",
+            f"this engine cannot be {arguments.tp_size} ranks on {arguments.device}",
+            expected="at least 1 on the CPU, and 1 on a GPU",
+            found=arguments.tp_size,
+            remedy="For tensor parallelism on GPUs, run vLLM or SGLang with the weight cache",
+        )
 
 
 def read_tokenizer(folder: Folder) -> Any:
@@ -180,6 +225,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", help="the model's name in the API (default: the folder's name)")
     parser.add_argument("--dtype", help="torch dtype of the weights, such as bfloat16 (default: the checkpoint's own)")
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0 (default: %(default)s)")
+    parser.add_argument(
+        "--tp-size", type=int, default=1, help="ranks that share the model, a process each (default: %(default)s)"
+    )
     parser.add_argument("--eager", action="store_true", help="on a GPU: capture no CUDA graph of a decoding step")
     parser.add_argument(
         "--weight-cache",

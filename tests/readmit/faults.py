@@ -48,20 +48,25 @@ class Stage:
     def daemon(self) -> "subprocess.Popen[str]":
         return self.cache.processes[-1]
 
-    def run(self, command: str, socket_path: Path, **changes: int) -> Done:
-        """Run a command to its end; an engine that serves is asked to end."""
+    def start(self, command: str, socket_path: Path, **changes: int) -> int:
+        """Start a command; returns its pid."""
         self._said.unlink(missing_ok=True)
         argv = command.format(model=self.model, socket=socket_path).split()
         env = self.cache.environment | (self._home_of(changes["uid"]) if "uid" in changes else {})
-        pid = self.forks.start(argv, env, self._said, **changes)
-        if "--weight-cache=client" in argv:
-            wait_for(lambda: self._serves() or not Path(f"/proc/{pid}").exists(), "the engine to serve or to end")
+        return self.forks.start(argv, env, self._said, **changes)
+
+    def run(self, command: str, socket_path: Path, **changes: int) -> Done:
+        """Run a command to its end; an engine that serves is asked to end."""
+        pid = self.start(command, socket_path, **changes)
+        if "--weight-cache=client" in command:
+            wait_for(lambda: "serving on" in self.said() or not Path(f"/proc/{pid}").exists(), "it to serve or to end")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         return self.forks.wait()
 
-    def _serves(self) -> bool:
-        return self._said.exists() and "serving on" in self._said.read_text()
+    def said(self) -> str:
+        """All that the command has said so far."""
+        return self._said.read_text() if self._said.exists() else ""
 
     def _home_of(self, uid: int) -> dict[str, str]:
         """A user's own places, where ours are closed to him."""
