@@ -119,11 +119,13 @@ class Node:
         self._replay.catch_up(Journal(self.folder / "s" / "journal.sqlite3"))
         return [episode for episode in self._replay.episodes if not episode.is_open]
 
-    def started(self, slot: str) -> list[str | None]:
-        """How each engine process was started: ``forked``, ``refused`` (so plainly), None where nothing is held."""
+    def started(self, slot: str) -> tuple[str | None, str | None]:
+        """How its engine process was started: ``forked``, ``refused`` (so plainly) or None; and why it was refused."""
         journal = Journal(self.folder / "s" / "journal.sqlite3")
-        events = journal.query("WHERE kind = 'process' AND name = 'spawned' AND slot = ? ORDER BY id", slot)
-        return [event.attributes.get("preload") for event in events]
+        [spawned] = journal.query(
+            "WHERE kind = 'process' AND name = 'spawned' AND slot = ? ORDER BY id DESC LIMIT 1", slot
+        )
+        return spawned.attributes.get("preload"), spawned.attributes.get("preload_reason")
 
     def pid(self, slot: str = "a") -> int:
         return int(self.children()[slot]["pid"] or 0)

@@ -64,8 +64,8 @@ class Account:
         assert (episode.cause, episode.outcome) == ("crash", "ready"), f"{episode.cause}, {episode.outcome}: {part}"
         assert path == episode.path, f"{episode.path} ({episode.reason}) in place of {path}"
         assert set(episode.phases_s()) >= PHASES, sorted(PHASES - set(episode.phases_s()))
-        started = node.started(slot)[-1]
-        assert started == ("forked" if slot in node.forked else None), f"{named} was started as {started}"
+        started, refusal = node.started(slot)
+        assert started == ("forked" if slot in node.forked else None), f"{named}: {started}, {refusal}"
         self.orphans, self.shm_left = self.orphans + orphans, self.shm_left + shm_left
         self.recovered.setdefault(named, []).append(episode)
         self.tell(named, part, episode)
