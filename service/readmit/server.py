@@ -59,8 +59,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(app: "Starlette", listener: socket.socket, journal: Journal) -> None:
     """Serve until a signal ends it, marking ``server_ready`` until the first connection can be accepted."""
+    # Parser and loop that `readmit.engine_fork` holds ready, also where quicker ones are installed.
     config = uvicorn.Config(
-        app, log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S
+        app,
+        loop="asyncio",
+        http="h11",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        timeout_graceful_shutdown=_DRAIN_S,
     )
     _Server(config, journal).run(sockets=[listener])
 

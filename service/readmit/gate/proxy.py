@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Final
 
 import aiohttp
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from readmit.gate.gate import Gate
@@ -41,23 +41,6 @@ CONNECT_LIMIT_S: Final = 2.0
 """An engine on this node that does not take a connection in this time has a full queue."""
 
 
-class Straight:
-    """ASGI middleware that leads ``/v1`` past the framework's routing, which would cost as much again as the proxy.
-
-    Args:
-        app: what all other paths lead to.
-        proxy: the application behind ``/v1``.
-    """
-
-    def __init__(self, app: ASGIApp, proxy: "Proxy") -> None:
-        self._app = app
-        self._proxy = proxy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passed_on = scope["type"] != "lifespan" and (scope["path"].startswith("/v1/") or scope["path"] == "/v1")
-        await (self._proxy if passed_on else self._app)(scope, receive, send)
-
-
 class Proxy:
     """The ASGI application behind ``/v1``.
 
@@ -75,9 +58,6 @@ class Proxy:
             await pool.session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1011})
-            return
         trace = Trace.continued(header_of(scope["headers"], b"traceparent"))
         outcome = await self._answer(scope, receive, send, trace)
         self.gate.metrics.requests.labels(outcome).inc()
@@ -184,6 +164,9 @@ class _Exchange:
         """The response's headers, once they have gone to the client."""
         self._tail = b""
         self._complete = False
+        self._ended: str | None = None
+        """Why it was broken off: ``client_gone``, or for what its slot was taken out of service."""
+        self._task: asyncio.Task[object] | None = None
 
     async def run(self) -> str:
         """Carry it out; drop it as soon as the client has gone, break it off when the engine is taken out of service.
@@ -194,26 +177,33 @@ class _Exchange:
         Raises:
             _NotTaken: the engine took no connection, or gave no answer to what may be asked again.
         """
-        carried = asyncio.create_task(self._carry())
-        disconnected = asyncio.create_task(self._upload.disconnected())
-        ejected = asyncio.get_running_loop().create_future()
-
-        def eject(reason: str) -> None:
-            if reason in BREAKING and not ejected.done():
-                ejected.set_result(reason)
-
-        self._slot.carried.add(eject)
+        self._task = asyncio.current_task()
+        watching = asyncio.create_task(self._watch_client())
+        self._slot.carried.add(self._eject)
         try:
-            await asyncio.wait({carried, disconnected, ejected}, return_when=asyncio.FIRST_COMPLETED)
-            if carried.done() or self._complete:
-                return await carried
+            return await self._carry()
+        except asyncio.CancelledError:
+            # Its own doing, by which the connection to the engine was closed: so the engine learns that nobody waits.
+            if self._ended is None or self._task is None:
+                raise
+            self._task.uncancel()
         finally:
-            self._slot.carried.discard(eject)
-            # Cancelling closes the connection to the engine, which is how the engine learns that nobody waits.
-            carried.cancel()
-            disconnected.cancel()
-            await asyncio.wait({carried, disconnected})
-        return await self._ejected(ejected.result()) if ejected.done() else "client_gone"
+            self._slot.carried.discard(self._eject)
+            watching.cancel()
+        return "client_gone" if self._ended == "client_gone" else await self._ejected(self._ended)
+
+    async def _watch_client(self) -> None:
+        await self._upload.disconnected()
+        self._break_off("client_gone")
+
+    def _eject(self, reason: str) -> None:
+        if reason in BREAKING:
+            self._break_off(reason)
+
+    def _break_off(self, why: str) -> None:
+        if self._ended is None and not self._complete and self._task is not None:
+            self._ended = why
+            self._task.cancel()
 
     async def _carry(self) -> str:
         gate, began = self._gate, time.monotonic()
@@ -258,14 +248,13 @@ class _Exchange:
         kept = [*_end_to_end(headers), _traceresponse(self._trace)]
         await self._send({"type": "http.response.start", "status": response.status, "headers": kept})
         self._begun = headers
+        content = response.content
         try:
-            while True:
-                async with asyncio.timeout(self._settings.idle_limit_s):
-                    chunk = await response.content.readany()
-                if not chunk:
-                    break
+            while not self._complete:
+                chunk = content.read_nowait() or await self._next(content)
+                self._complete = content.at_eof()
                 # Waits while the client reads more slowly than the engine writes; the engine then waits as well.
-                await self._send(_body(chunk, more=True))
+                await self._send(_body(chunk, more=not self._complete))
                 self._tail = (self._tail + chunk)[-2:]
         except TimeoutError:
             self._gate.doubt(self._slot)
@@ -277,9 +266,12 @@ class _Exchange:
             message = "The engine died in the middle of this response."
             await self._cut_off(headers, Problem(502, "engine-died", message))
             return "cut_off"
-        self._complete = True
-        await self._send(_body(b"", more=False))
         return "answered"
+
+    async def _next(self, content: aiohttp.StreamReader) -> bytes:
+        """What the engine sends next; empty when it has sent everything."""
+        async with asyncio.timeout(self._settings.idle_limit_s):
+            return await content.readany()
 
     async def _fail(self, problem: Problem) -> None:
         await problem.send(self._send, self._scope["path"], [_traceresponse(self._trace)])

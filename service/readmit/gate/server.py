@@ -14,6 +14,7 @@ import uvicorn
 from readmit.gate.access import by_socket
 from readmit.gate.app import create_app
 from readmit.gate.gate import Gate
+from readmit.gate.http import StrictProtocol
 from readmit.gate.operator import SOCKET
 from readmit.gate.settings import GateSettings
 from weightcache import paths
@@ -28,11 +29,14 @@ _BACKLOG: Final = 2048
 _CLOSE_LIMIT_S: Final = 3
 """For what still runs when draining is over."""
 _UVICORN: Final[dict[str, Any]] = {
+    "http": StrictProtocol,
+    "loop": "uvloop",
     "log_config": None,
     "access_log": False,
     "ws": "none",
     "timeout_graceful_shutdown": _CLOSE_LIMIT_S,
     "server_header": False,
+    "proxy_headers": False,
 }
 
 

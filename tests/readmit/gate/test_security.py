@@ -132,6 +132,8 @@ def test_a_stranger_learns_no_golden_answer_from_a_refusal(
         "/v1/echo%0d%0aX-Smuggled:%201",
         "/v1/.",
         "/./v1/echo",
+        "/v1%2fecho",
+        "/%761/echo",
     ],
 )
 def test_a_path_that_means_another_is_not_passed_on(gate: Gate, engine: ScriptedEngine, path: str) -> None:
@@ -167,7 +169,17 @@ def test_an_odd_but_honest_path_is_plain(path: str) -> None:
         b"GET /v1/echo HTTP/1.1\r\nHost: gate\r\nX-A: 1\x00\r\n\r\n",
         b"GET /v1/ec ho HTTP/1.1\r\nHost: gate\r\n\r\n",
         b"GET http://elsewhere/v1/echo HTTP/1.1\r\nHost: gate\r\nConnection: close\r\n\r\n",
+        b"GET http://gate/v1/echo HTTP/1.1\r\nHost: gate\r\nConnection: close\r\n\r\n",
+        b"CONNECT /v1/echo HTTP/1.1\r\nHost: gate\r\nConnection: close\r\n\r\n",
         b"GET /v1/echo HTTP/1.1\r\n\r\n",
+        b"GET /v1/echo HTTP/1.1\r\nHost: gate\r\nHost: other\r\n\r\n",
+        # What one server takes for the end of a line, or of a body, and another does not.
+        b"GET /v1/echo HTTP/1.1\nHost: gate\nConnection: close\n\n",
+        b"POST /v1/echo HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+        b"POST /v1/echo HTTP/1.1\r\nHost: gate\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/echo HTTP/1.1\r\nHost: gate\r\nTransfer-Encoding: chunked\r\n\r\n5;a\nb\r\nabcde\r\n0\r\n\r\n",
+        b"POST /v1/echo HTTP/1.1\r\nHost: gate\r\nContent-Length: 5\r\nTransfer-Encoding:\r\n\r\nabcde",
+        b"GET /v1/echo HTTP/1.1\r\nHost: gate\r\nX-A: 1\r\n X-B: 2\r\n\r\n",
     ],
 )
 def test_a_request_that_can_be_read_two_ways_is_refused(gate: Gate, engine: ScriptedEngine, request_: bytes) -> None:
