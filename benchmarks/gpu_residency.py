@@ -41,6 +41,7 @@ class Benchmark:
         self.quick = options.quick
         self.report = Report(options.json, options.device)
         self.node = Node()
+        self.attached: dict[str, list[dict[str, Any]]] = {}
 
     # -- parts, in the order of their worth ---------------------------------------------------------------------------
 
@@ -85,16 +86,8 @@ class Benchmark:
         self._attaches(shape, "attach 96 GiB, 30,000 tensors", end="check sparse", must=0.400, aim=0.250)
         return {**found, "files": files, "memory": memory, "memory_after_release": self._release()}
 
-    def expandable(self) -> dict[str, Any]:
-        """96 GiB in 30,000 tensors that an engine loaded by itself, torch's segments growing page by page."""
-        shape = self._shape(models.unfused(96))
-        found = self._publish(shape, expandable=True)
-        self._attaches(shape, "attach 96 GiB, 30,000 tensors", must=0.400, aim=0.250)
-        self._release()
-        return found
-
     def unfused(self) -> dict[str, Any]:
-        """96 GiB in 30,000 tensors."""
+        """96 GiB in 30,000 tensors that an engine loaded by itself, and that move to the arena."""
         shape = self._shape(models.unfused(96))
         found = self._publish(shape)
         self._attaches(shape, "attach 96 GiB, 30,000 tensors", must=0.400, aim=0.250)
@@ -114,11 +107,33 @@ class Benchmark:
         self._release()
         return found
 
-    def legacy_fused(self) -> dict[str, Any]:
-        return self._legacy(models.fused(96), "2,000")
+    def versus(self) -> dict[str, Any]:
+        """96 GiB in 2,000 tensors, ours and one CUDA IPC handle a tensor, in turn and twice: fresh clients of both."""
+        shape = self._shape(models.fused(96))
+        ours, theirs = Clients(self.runs, self.where), Clients(self.runs, self.where)
+        found: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
+        try:
+            for turn in (self.runs // 2, self.runs - self.runs // 2):  # a GPU cannot hold both at once
+                self._publish(shape, told=False)
+                found["ours"] += [ours.call(roles.attach, shape, self.where) for _ in range(turn)]
+                self._release()
+                found["theirs"] += self._legacy(theirs, shape, turn)
+        finally:
+            ours.close()
+            theirs.close()
+        self._compare(found["ours"], found["theirs"], "2,000 tensors")
+        return found
 
     def legacy_unfused(self) -> dict[str, Any]:
-        return self._legacy(models.unfused(96), "30,000")
+        """One CUDA IPC handle a tensor, 30,000 tensors."""
+        clients = Clients(4, self.where)
+        try:
+            theirs = self._legacy(clients, self._shape(models.unfused(96)), 4)
+        finally:
+            clients.close()
+        if ours := self.attached.get("attach 96 GiB, 30,000 tensors"):
+            self._compare(ours, theirs, "30,000 tensors")
+        return {"theirs": theirs}
 
     def serving(self) -> dict[str, Any]:
         """The reference engine, bf16 and FP8: from disk, published, killed and mapped; the same answers each time."""
@@ -162,21 +177,20 @@ class Benchmark:
     def _shape(self, shape: models.Shape) -> models.Shape:
         return shape if self.on_gpu else models.tiny()
 
-    def _publish(self, shape: models.Shape, expandable: bool = False) -> dict[str, Any]:
+    def _publish(self, shape: models.Shape, told: bool = True) -> dict[str, Any]:
         memory: dict[str, int] = {}
         if self.on_gpu:
             with gpu_memory_peak(memory):
-                found = call(roles.publish, shape, self.where, "end", expandable, timeout_s=300)
+                found = call(roles.publish, shape, self.where, timeout_s=300)
         else:
             found = call(roles.publish, shape, self.where)
         if found["differing"] or not found["generation"]:
             raise AssertionError(f"{shape.name} was not published as it should be: {found}")
-        if self.on_gpu:
+        if self.on_gpu and told:
             gib = found["model_bytes"] / GIB
             above = (memory["peak"] - memory["before"] - found["model_bytes"]) / GIB
             loader = (found["torch_bytes"] - found["model_bytes"]) / GIB
             note = f"{gib:.1f} GiB in {found['tensors']} tensors, CUDA context included"
-            note += ", expandable segments" if expandable else ""
             self.report.figure(f"publish {shape.name}: peak above the weights ({note})", [above], "GiB", must=4)
             self.report.figure("  of it torch's own, from loading: memory reserved above the weights", [loader], "GiB")
             self.report.figure(f"publish {shape.name}: time", [found["phases"]["publish"]], "s")
@@ -194,7 +208,9 @@ class Benchmark:
             clients.close()
         if results[0]["differing"]:
             raise AssertionError(f"{shape.name}: {results[0]['differing'][:3]} are not what was published")
+        self.attached[work] = results
         self.report.figure(work, [result["attach_s"] for result in results], "s", **bounds)
+        self.report.figure("  a fixed piece of Python in each", [result["pace_s"] for result in results], "s")
         whole = [result["load_weights_s"] for result in results]
         self.report.figure(f"  load_weights, skeleton included: {work}", whole, "s")
         for part in results[0]["phases"]:
@@ -310,37 +326,34 @@ class Benchmark:
             time.sleep(0.01)
         return {"before": before, "after": used_bytes()}
 
-    def _legacy(self, shape: models.Shape, tensors: str) -> dict[str, Any]:
-        runs = self.runs if tensors == "2,000" else 4
-        clients = Clients(runs, self.where)
+    def _legacy(self, clients: Clients, shape: models.Shape, times: int) -> list[dict[str, Any]]:
+        """What fresh clients took that opened one handle a tensor."""
         with tempfile.TemporaryDirectory() as folder:
             holder = Process(legacy.holder, shape, f"{folder}/socket")
             try:
                 holder.answer(300)
-                results = [clients.call(legacy.client, shape, f"{folder}/socket") for _ in range(runs)]
+                return [clients.call(legacy.client, shape, f"{folder}/socket") for _ in range(times)]
             finally:
-                clients.close()
                 holder.kill()
-        exports, wholes = ([result[part] for result in results] for part in ("export", "whole"))
-        totals = [result["total"] for result in results]
-        self.report.figure(f"CUDA IPC, one handle a tensor, {tensors} tensors: client", totals, "s")
-        self.report.figure(f"  export by the holder, {tensors} tensors", exports, "s")
-        self.report.figure(f"CUDA IPC, {tensors} tensors: from asking for the handles to bound", wholes, "s")
-        ours = [row for row in self.report.rows if row["work"] == f"attach 96 GiB, {tensors} tensors"]
-        if ours:
-            client, whole = statistics.median(totals), statistics.median(wholes)
-            work = f"faster than CUDA IPC a tensor, {tensors} tensors"
-            self.report.figure(f"{work}: its client alone", [client / ours[0]["median"]], "times")
-            self.report.figure(
-                f"{work}: both from asking to bound", [whole / ours[0]["median"]], "times", at_least=4, aim=8
-            )
-        return {"clients": results}
+
+    def _compare(self, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tensors: str) -> None:
+        """Our attach against theirs: as measured, and each process's seconds over those of a fixed piece of work."""
+        self.report.figure(f"attach, in turn with CUDA IPC, {tensors}", [it["attach_s"] for it in ours], "s")
+        for part, what in (("export", "the holder's export"), ("total", "client"), ("whole", "from asking to bound")):
+            self.report.figure(f"CUDA IPC, one handle a tensor, {tensors}: {what}", [it[part] for it in theirs], "s")
+        for part, what in (("whole", "from asking to bound"), ("total", "its client alone")):
+            bounds = {"at_least": 4, "aim": 8} if part == "whole" else {}
+            work = f"faster than CUDA IPC a tensor, {tensors}, {what}"
+            ratio = _median(theirs, part) / _median(ours, "attach_s")
+            self.report.figure(work, [ratio], "times", **bounds)
+            ratio = _median(theirs, part, "pace_s") / _median(ours, "attach_s", "pace_s")
+            self.report.figure(f"  {work}, at equal pace", [ratio], "times")
 
     def run(self, only: list[str], limit_s: float) -> None:
         parts = ["fused", "serving"]
         if self.on_gpu:
-            parts[1:1] = ["legacy_fused", "llama"]
-            parts += ["from_files", "disk", "expandable", "unfused", "legacy_unfused", "engine", "sizes"]
+            parts = ["fused", "versus", "llama", "from_files", "unfused", "legacy_unfused"]
+            parts += ["serving", "disk", "sizes", "engine"]
         else:
             parts += ["llama", "unfused"]
         with self.node:
@@ -351,6 +364,10 @@ class Benchmark:
                         self.node.release(force=True)
             self.report.parts["daemon_log"] = self.node.log.read_text()[-4000:]
         self.report.write()
+
+
+def _median(results: list[dict[str, Any]], part: str, over: str | None = None) -> float:
+    return statistics.median(it[part] / (it[over] if over else 1) for it in results)
 
 
 def _gpu_files(pid: int) -> dict[str, int]:

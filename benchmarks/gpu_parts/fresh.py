@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Clients:
             _answer(process)
 
     def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """What ``function(None, *arguments)`` returns in a fresh process."""
+        """What ``function(None, *arguments)`` returns in a fresh process, and that process's ``pace_s``."""
         process = self._waiting.pop()
         assert process.stdin is not None
         process.stdin.write(base64.b64encode(pickle.dumps((function, arguments))) + b"\n")
@@ -61,6 +62,13 @@ def _answer(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
     return answer
 
 
+def _pace() -> float:
+    """Seconds of a fixed piece of Python: on some machines a process is fast or slow from its start to its end."""
+    began = time.perf_counter()
+    sum(number * number for number in range(100_000))
+    return time.perf_counter() - began
+
+
 def main() -> None:
     where = torch.device(sys.argv[1])
     if where.type == "cuda":
@@ -74,7 +82,8 @@ def main() -> None:
     print(json.dumps({"context_s": cuda_context(where)}), file=out, flush=True)
     function, arguments = pickle.loads(base64.b64decode(sys.stdin.readline()))  # our own parent's
     gc.collect()
-    print(json.dumps(function(None, *arguments)), file=out, flush=True)
+    pace = _pace()
+    print(json.dumps({**function(None, *arguments), "pace_s": pace}), file=out, flush=True)
     os._exit(0)
 
 

@@ -21,16 +21,11 @@ from weightcache.vocabulary import MISS_REASONS
 NO_FALLBACK = dict.fromkeys(MISS_REASONS, "fail")
 
 
-def publish(
-    talk: Talk, shape: models.Shape, where: torch.device, then: str = "end", expandable: bool = False
-) -> dict[str, Any]:
+def publish(talk: Talk, shape: models.Shape, where: torch.device, then: str = "end") -> dict[str, Any]:
     """Load a model as after a miss, publish it, and check what it ended up on.
 
-    ``expandable``: have torch's allocator grow its segments page by page (``PYTORCH_CUDA_ALLOC_CONF``).
     ``then``: ``end``, ``hold`` until told anything, or ``stop`` before the filled arena is handed over, until told.
     """
-    if expandable:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     context = cuda_context(where)
     model = models.skeleton(shape)
     loaded: dict[str, Any] = {}

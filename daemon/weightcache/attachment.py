@@ -161,10 +161,8 @@ class Attachment:
             rows = rows_to_verify(manifest, share)
             mapped = _map(manifest, chunks, self.device, rows)
             verification = Verification(manifest, mapped, rows) if rows else None
-            tensors = mapped.views(manifest)
         with self.part("bind"):
-            binding = Binding(self.model, manifest, tensors)
-            binding.make_parameters()
+            binding = Binding(self.model, manifest, mapped.views(manifest))
         with self.part("buffers"):
             binding.copy_buffers()
         if verification is not None:  # a GPU has been at it all the while
@@ -173,7 +171,6 @@ class Attachment:
         with self.part("bind"):
             binding.place_parameters()
             binding.place_buffers()
-            del binding, tensors  # and with them the model's parameters on meta: 30,000 take 30 ms
         # The lease must live exactly as long as the tensors can be used: it hangs on the model.
         self.model.__dict__["_weightcache_lease"] = self.connection
         self.outcome.generation = generation

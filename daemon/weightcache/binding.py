@@ -6,7 +6,7 @@ was. Parameters become read-only views of the arena; buffers become private copi
 
 import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -21,6 +21,8 @@ from weightcache.manifest import KINDS, Manifest
 _PARAMETER: Final = KINDS.index("parameter")
 _LISTED: Final = 10
 """Mismatches that an error lists by name; more would hide the first."""
+_Hold = tuple[dict[str, Any], str, int]
+"""A module's own dict, the key in it, and the row that belongs there."""
 _MODULE_FIELDS: Final = frozenset(nn.Module().__dict__)
 """What every module carries; tensors elsewhere in a module's attributes are the model's own."""
 
@@ -58,9 +60,13 @@ class Walk(NamedTuple):
 
 def walk(model: nn.Module) -> Walk:
     """Visit each module of a model once."""
-    places: list[Place] = []
     strays: list[Stray] = []
     modules: list[nn.Module] = []
+    return Walk(list(_places(model, strays, modules)), strays, modules)
+
+
+def _places(model: nn.Module, strays: list[Stray], modules: list[nn.Module]) -> Iterator[Place]:
+    """What `walk` finds, place by place, while each is in the processor's cache; the rest goes to the lists given."""
     followed: set[int] = set()
     seen: set[int] = set()
     loose: list[tuple[str, nn.Module]] = []
@@ -76,10 +82,10 @@ def walk(model: nn.Module) -> Walk:
         parameters, buffers = own["_parameters"], own["_buffers"]
         for key, tensor in parameters.items():
             if tensor is not None:
-                places.append(new(Place, (prefix + key, module, parameters, key, tensor, True)))
+                yield new(Place, (prefix + key, module, parameters, key, tensor, True))
         for key, tensor in buffers.items():
             if tensor is not None:
-                places.append(new(Place, (prefix + key, module, buffers, key, tensor, False)))
+                yield new(Place, (prefix + key, module, buffers, key, tensor, False))
         if len(own) > len(_MODULE_FIELDS):  # most modules carry nothing of their own, and there may be 30,000
             _follow(prefix, own, strays, loose, followed)
         if children := own["_modules"]:
@@ -95,7 +101,6 @@ def walk(model: nn.Module) -> Walk:
                 strays += [Stray(f"{prefix}.{key}", holder, key, it) for key, it in holder.items() if it is not None]
             loose += [(f"{prefix}.{key}", child) for key, child in own["_modules"].items() if child is not None]
             _follow(f"{prefix}.", own, strays, loose, followed)
-    return Walk(places, strays, modules)
 
 
 def _follow(
@@ -126,28 +131,34 @@ class Binding:
     Args:
         model: any device; what the manifest does not name must be a buffer or attribute that is not on meta.
         manifest: validated.
-        tensors: one each row of the manifest, on the arena's bytes.
+        tensors: one each row of the manifest, on the arena's bytes. Made here, one by one, if they come from an
+            iterator: whatever is done with a tensor costs a third while it is in the processor's cache.
 
     Raises:
         ImportRejected: ``import_mismatch`` (a tensor is missing, left over, or of another shape or dtype) or
             ``state_unrestorable`` (a buffer or attribute that the cache does not hold). The model is unchanged.
     """
 
-    def __init__(self, model: nn.Module, manifest: Manifest, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, model: nn.Module, manifest: Manifest, tensors: Iterable[torch.Tensor]) -> None:
         self._copies: dict[int, torch.Tensor] = {}
-        self._made: dict[int, torch.Tensor] = {}
-        self._parameters: list[tuple[Place, int]] = []
-        self._buffers: list[tuple[Place, int]] = []
-        found, self._strays, self._modules = walk(model)
+        self._parameters: list[_Hold] = []
+        self._buffers: list[_Hold] = []
+        self._following: list[tuple[Stray, _Hold]] = []
+        self._modules: list[nn.Module] = []
+        self._special: dict[int, torch.Tensor] = {}
+        self._plan(model, manifest)
+        self._tensors = self._made(manifest.kinds, tensors)
+
+    def _plan(self, model: nn.Module, manifest: Manifest) -> None:
+        """Find every row's place in the model, and check that they fit each other."""
+        strays: list[Stray] = []
         rows = {name: row for row, name in enumerate(manifest.names)}
         rows.update(manifest.aliases)
         dtypes = [getattr(torch, name) for name in manifest.dtypes]
         codes, shapes, kinds = manifest.dtype, manifest.shapes, manifest.kinds
         wrong: list[str] = []
         homeless: list[str] = []
-        for place in found:
-            name, _, _, _, ours, is_parameter = place
+        for name, _, holder, key, ours, is_parameter in _places(model, strays, self._modules):
             row = rows.get(name)
             if row is None:
                 if is_parameter:
@@ -160,23 +171,43 @@ class Binding:
                 wrong.append(f"{name}: expected {ours.dtype} {tuple(ours.shape)}, found {theirs}")
             elif is_parameter != (kinds[row] == _PARAMETER):
                 wrong.append(f"{name} is a {KINDS[kinds[row]]} in the cache")
-            (self._parameters if is_parameter else self._buffers).append((place, row))
+            if is_parameter:
+                self._parameters.append((holder, key, row))
+                if type(ours) is not nn.Parameter or ours.__dict__:
+                    self._special.setdefault(row, ours)
+            else:
+                self._buffers.append((holder, key, row))
         if len(self._parameters) + len(self._buffers) != len(rows):
-            have = {place.name for place in found}
+            have = {place.name for place in walk(model).places}
             wrong += [f"{name} is in the cache and not in the model" for name in rows if name not in have]
         if wrong:
             raise _rejected("import_mismatch", "the resident tensors do not fit the model", wrong)
-        if self._strays:
-            planned = {id(place.tensor) for place, _ in self._parameters + self._buffers}
-            for stray in self._strays:
-                if id(stray.tensor) in planned:
-                    if not isinstance(stray.holder, _CHANGEABLE):
-                        what = type(stray.holder).__name__
-                        homeless.append(f"{stray.name} is in a {what}, which cannot be changed")
-                elif stray.tensor.is_meta:
+        planned = {id(hold[0][hold[1]]): hold for hold in self._parameters + self._buffers} if strays else {}
+        for stray in strays:
+            hold = planned.get(id(stray.tensor))
+            if hold is None:
+                if stray.tensor.is_meta:
                     homeless.append(stray.name)
+            elif isinstance(stray.holder, _CHANGEABLE):
+                self._following.append((stray, hold))
+            else:
+                homeless.append(f"{stray.name} is in a {type(stray.holder).__name__}, which cannot be changed")
         if homeless:
             raise _rejected("state_unrestorable", "the model holds state that the cache cannot restore", homeless)
+
+    def _made(self, kinds: bytes, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The rows' tensors, those of parameters as what the model has in their place."""
+        made = []
+        with torch.no_grad():  # which also spares each view the record of what it is a view of
+            for row, (kind, tensor) in enumerate(zip(kinds, tensors, strict=True)):
+                if row in self._special:
+                    made.append(_as(self._special[row], tensor))
+                    continue
+                if kind == _PARAMETER:
+                    # As torch's own lazy parameters become real ones. Making another tensor takes ten times as long.
+                    tensor.__class__ = nn.Parameter
+                made.append(tensor)
+        return made
 
     def copy_buffers(self) -> None:
         """Make every buffer's private copy.
@@ -184,7 +215,7 @@ class Binding:
         Raises:
             ResourceError: there is no memory for them.
         """
-        rows = {row for _, row in self._buffers}
+        rows = {row for _, _, row in self._buffers}
         try:
             self._copies = {row: self._tensors[row].clone() for row in rows}
         except RuntimeError as error:  # how torch says that memory is out
@@ -194,43 +225,27 @@ class Binding:
                 found=str(error),
             ) from error
 
-    def make_parameters(self) -> None:
-        """Make what `place_parameters` will place, while a GPU still verifies it; aliases become one object."""
-        tensors, made = self._tensors, self._made
-        make = torch.Tensor._make_subclass
-        for (_, _, _, _, ours, _), row in self._parameters:
-            if row not in made:
-                tensor = tensors[row]
-                if type(ours) is nn.Parameter:
-                    # As torch's own lazy parameters become real ones. Making another tensor takes ten times as long.
-                    tensor.__class__ = nn.Parameter
-                else:
-                    tensor = make(type(ours), tensor, False)
-                made[row] = tensor
-                if ours.__dict__:  # engines hang loaders and layouts on their parameters
-                    tensor.__dict__.update(ours.__dict__)
-
-    def place_parameters(self) -> int:
-        """Bind every parameter; returns how many names were bound."""
-        if not self._made:
-            self.make_parameters()
-        made = self._made
-        for (_, _, holder, key, _, _), row in self._parameters:
+    def place_parameters(self) -> None:
+        """Bind every parameter; aliases become one object. What hung there, 30,000 parameters on meta, goes with it."""
+        made = self._tensors
+        for holder, key, row in self._parameters:
             holder[key] = made[row]
-        return len(self._parameters)
 
-    def place_buffers(self) -> int:
+    def place_buffers(self) -> None:
         """Place the buffers' copies, then let attributes follow and set the model to evaluation."""
-        for place, row in self._buffers:
-            place.holder[place.key] = self._copies[row]
-        if self._strays:
-            successors = {id(place.tensor): place.holder[place.key] for place, _ in self._parameters + self._buffers}
-            for stray in self._strays:
-                if id(stray.tensor) in successors:
-                    stray.holder[stray.key] = successors[id(stray.tensor)]
+        for holder, key, row in self._buffers:
+            holder[key] = self._copies[row]
+        for stray, (holder, key, _) in self._following:
+            stray.holder[stray.key] = holder[key]
         for module in self._modules:
             module.__dict__["training"] = False  # what eval() does, without nn.Module's slow __setattr__
-        return len(self._buffers)
+
+
+def _as(ours: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a parameter of an engine's own class, or with what engines hang on theirs: loaders and layouts."""
+    made = torch.Tensor._make_subclass(type(ours), tensor, False)
+    made.__dict__.update(ours.__dict__)
+    return made
 
 
 class _Slots:

@@ -228,7 +228,7 @@ class _Recovery:
         if not claimed:
             self.attachment.disconnect()
         attachment = self.attachment
-        with attachment.part("read"):
+        with attachment.part("read"), self._loading(claimed):
             told = self.load(self._report if claimed else ignore_progress)
         loaded = told if isinstance(told, Loaded) else Loaded(told)
         with contextlib.ExitStack() as held:
@@ -290,6 +290,15 @@ class _Recovery:
             from weightcache.arena.cuda_vmm import prepare
 
             prepare(self.attachment.device)
+
+    def _loading(self, claimed: bool) -> contextlib.AbstractContextManager[None]:
+        """What a load happens in whose weights will move to an arena."""
+        # Kernels that reduce over several GPUs open each other's segments, which growing ones do not allow.
+        if not claimed or not self._on_gpu or self.attachment.config.tp_size > 1:
+            return contextlib.nullcontext()
+        from weightcache.arena.cuda_segments import growing
+
+        return growing()
 
     def _available(self) -> memory.Available:
         if self._on_gpu:

@@ -8,7 +8,9 @@ proves its manifest. No torch here: the daemon validates manifests too.
 import hashlib
 import itertools
 import os
+from collections.abc import Callable
 from math import prod
+from operator import add, le, mod
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -239,7 +241,7 @@ def validate(manifest: Manifest) -> None:
         raise _invalid("a chunk has no bytes", expected="chunks of 1 byte or more", found=manifest.chunks)
     if manifest.arena == "memfd" and len(manifest.chunks) != 1:
         raise _invalid("a memory file is in pieces", expected="1 chunk", found=len(manifest.chunks))
-    _check_overlap(manifest, _extents(manifest))
+    _check_overlap(manifest, _checked_lengths(manifest))
 
 
 def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -249,60 +251,92 @@ def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
-def _extents(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """Each row's first byte, end and number, after checking the row itself; rows without bytes left out."""
-    size = manifest.size
+_Kind = tuple[int, tuple[int, ...], tuple[int, ...] | None]
+"""Dtype code, shape and stride of a row; thousands of rows have a handful of them."""
+
+
+class _Lengths(dict[_Kind, int]):
+    """Bytes from the first to the last element of each kind of row, counted once a kind."""
+
+    def __init__(self, manifest: Manifest, count: Callable[[Manifest, _Kind], int]) -> None:
+        self._manifest = manifest
+        self._count = count
+
+    def __missing__(self, kind: _Kind) -> int:
+        length = self[kind] = self._count(self._manifest, kind)
+        return length
+
+    def of_rows(self) -> list[int]:
+        """Of every row of the manifest."""
+        columns = self._manifest
+        return list(map(self.__getitem__, zip(columns.dtype, columns.shapes, columns.strides, strict=True)))
+
+
+def lengths(manifest: Manifest) -> list[int]:
+    """Bytes from the first to the last element of each row of a validated manifest."""
+    return _Lengths(manifest, _length).of_rows()
+
+
+def _length(manifest: Manifest, kind: _Kind) -> int:
+    code, shape, stride = kind
+    return (prod(shape) if stride is None else span(shape, stride)) * ITEM_SIZES[manifest.dtypes[code]]
+
+
+def _checked_lengths(manifest: Manifest) -> list[int]:
+    """`lengths`, after checking each row by itself. Columns are compared whole: rows are looked at for a culprit."""
+    size, offsets = manifest.size, manifest.offsets
     unknown = [name for name in manifest.dtypes if name not in ITEM_SIZES]
     if unknown:
         raise _invalid(f"dtype {unknown[0]!r} is not one that travels", expected=sorted(ITEM_SIZES), found=unknown)
+    found = _Lengths(manifest, _checked).of_rows()
+    if offsets and (min(offsets) < 0 or max(map(add, offsets, found)) > size):
+        row = next(row for row, at in enumerate(offsets) if at < 0 or at + found[row] > size)
+        where = f"bytes {offsets[row]} to {offsets[row] + found[row]}"
+        raise _broken(manifest, row, f"{where} outside an arena of {size}")
     items = [ITEM_SIZES[name] for name in manifest.dtypes]
-    known: dict[tuple[int, tuple[int, ...], tuple[int, ...] | None], tuple[int, int]] = {}
-    extents = []
-    kinds = zip(manifest.dtype, manifest.shapes, manifest.strides, strict=True)
-    for row, (kind, offset) in enumerate(zip(kinds, manifest.offsets, strict=True)):
-        found = known.get(kind)
-        if found is None:  # thousands of tensors have a handful of shapes
-            found = known[kind] = _checked(manifest, row, items)
-        length, item = found
-        end = offset + length
-        if offset < 0 or end > size:
-            raise _broken(manifest, row, f"bytes {offset} to {end} outside an arena of {size}")
-        if offset % item:
-            raise _broken(manifest, row, f"offset {offset} not a multiple of its {item}-byte elements")
-        if length:
-            extents.append((offset, end, row))
-    return extents
+    if any(map(mod, offsets, map(items.__getitem__, manifest.dtype))):
+        row = next(row for row, at in enumerate(offsets) if at % items[manifest.dtype[row]])
+        item = items[manifest.dtype[row]]
+        raise _broken(manifest, row, f"offset {offsets[row]} not a multiple of its {item}-byte elements")
+    return found
 
 
-def _checked(manifest: Manifest, row: int, items: list[int]) -> tuple[int, int]:
-    """Bytes from the first to the last element of a row, and of an element, after checking dtype, shape and strides."""
-    code, shape, stride, size = manifest.dtype[row], manifest.shapes[row], manifest.strides[row], manifest.size
-    if not 0 <= code < len(items):
-        raise _broken(manifest, row, f"dtype code {code} of {len(items)}")
+def _checked(manifest: Manifest, kind: _Kind) -> int:
+    """`_length`, after checking dtype, shape and strides."""
+    code, shape, stride = kind
+    size = manifest.size
+
+    def broken(what: str) -> ImportRejected:
+        kinds = zip(manifest.dtype, manifest.shapes, manifest.strides, strict=True)
+        return _broken(manifest, next(row for row, other in enumerate(kinds) if other == kind), what)
+
+    if not 0 <= code < len(manifest.dtypes):
+        raise broken(f"dtype code {code} of {len(manifest.dtypes)}")
     if shape and (min(shape) < 0 or len(shape) > MAX_DIMENSIONS):
-        raise _broken(manifest, row, f"shape {_short(shape)}")
-    count = elements = prod(shape)
-    if stride is not None:
-        if len(stride) != len(shape) or (stride and not 0 <= min(stride) <= max(stride) < _MAX_EMPTY):
-            raise _broken(manifest, row, f"stride {_short(stride)} for shape {shape}")
-        count = span(shape, stride)
+        raise broken(f"shape {_short(shape)}")
+    if stride is not None and (
+        len(stride) != len(shape) or (stride and not 0 <= min(stride) <= max(stride) < _MAX_EMPTY)
+    ):
+        raise broken(f"stride {_short(stride)} for shape {shape}")
+    elements = prod(shape)
     if elements > size or (not elements and prod(filter(None, shape)) > _MAX_EMPTY):
-        raise _broken(manifest, row, f"shape {shape} for an arena of {size} bytes")
-    return count * items[code], items[code]
+        raise broken(f"shape {shape} for an arena of {size} bytes")
+    return _length(manifest, kind)
 
 
-def _check_overlap(manifest: Manifest, extents: list[tuple[int, int, int]]) -> None:
+def _check_overlap(manifest: Manifest, lengths: list[int]) -> None:
+    offsets = manifest.offsets
     group_of: dict[int, int] = {}
     for number, group in enumerate(manifest.shared):
         for row in group:
             if not 0 <= row < len(manifest.names) or row in group_of:
                 raise _invalid(f"shared group {number} names row {row}, which is no row or in two groups")
             group_of[row] = number
-    extents.sort()
-    if all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(extents)):
+    if all(map(le, map(add, offsets, lengths), itertools.islice(offsets, 1, None))):
         return
+    rows = zip(offsets, lengths, range(len(offsets)), strict=True)
     furthest, holder = 0, -1
-    for start, end, row in extents:
+    for start, end, row in sorted((offset, offset + length, row) for offset, length, row in rows if length):
         if start < furthest and (holder not in group_of or group_of.get(row) != group_of[holder]):
             other = manifest.names[holder]
             raise _broken(manifest, row, f"lies on the bytes of {other!r} without being declared shared")

@@ -7,7 +7,7 @@ where; a descriptor is the handle in both cases and travels over a Unix socket.
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -64,8 +64,8 @@ class FilledArena(WritableArena, Protocol):
 class MappedArena(Protocol):
     """An arena mapped into this process so that nothing here can change what others see."""
 
-    def views(self, manifest: "Manifest") -> "list[torch.Tensor]":
-        """One tensor for each row of the manifest, on the arena's bytes."""
+    def views(self, manifest: "Manifest") -> "Iterable[torch.Tensor]":
+        """One tensor for each row of the manifest, on the arena's bytes; made one by one, if that is quicker."""
 
     def digests(self, manifest: "Manifest", rows: "Sequence[int]") -> "Callable[[], bytes]":
         """Begin to compute the digests of these rows from the mapped bytes; the call's result waits for them.

@@ -162,12 +162,11 @@ class Kernel:
         sums.launch()
         return functools.partial(_collect, sums, moved)
 
-    def launch(self, first: int, tiles: int, table: torch.Tensor) -> None:
+    def launch(self, first: int, tiles: int, table: torch.Tensor, stream: int) -> None:
         """Start on so many tiles of a table of `Sums`."""
         pointer, column = table.data_ptr(), table.shape[1] * 8
         arguments = [pointer, pointer + column, pointer + 2 * column, table.shape[1], pointer + 3 * column, first]
         arguments += [0] * (self._image.parameters - len(arguments))
-        stream = torch.cuda.current_stream(table.device).cuda_stream
         self._driver.launch(self._function, tiles, self._image.threads, self._image.shared, stream, arguments)
 
 
@@ -190,6 +189,8 @@ class Sums:
         columns = [addresses, lengths, self._last_tiles - tiles, torch.zeros_like(lengths)]
         self._table = torch.stack(columns).to(device)
         self._launched = 0
+        # The one whose caller collects. A thread that launches has another.
+        self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
     def launch(self, mapped: int | None = None) -> None:
         """Start on the rows that end at or before an address and are not begun; on all that are left if None."""
@@ -198,7 +199,7 @@ class Sums:
             rows = int(torch.searchsorted(self._furthest, mapped, right=True))
         tiles = int(self._last_tiles[rows - 1]) if rows else 0
         if tiles > self._launched:
-            self._kernel.launch(self._launched, tiles - self._launched, self._table)
+            self._kernel.launch(self._launched, tiles - self._launched, self._table, self._stream)
             self._launched = tiles
 
     def collect(self) -> bytes:

@@ -8,11 +8,13 @@ A read-only mapping guards against accidents: a kernel that writes into it fails
 bytes stay. It does not guard against a process that takes the descriptor and maps it writable.
 """
 
+import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -20,9 +22,9 @@ import torch
 from weightcache.arena import align, cuda_digest
 from weightcache.arena.cuda_driver import Driver, DriverError, nvidia
 from weightcache.arena.cuda_range import Range, chunk_sizes, miss_of
-from weightcache.arena.cuda_views import STORAGE_ALIGNMENT, contiguous, maker, storage_of
+from weightcache.arena.cuda_views import STORAGE_ALIGNMENT, views
 from weightcache.errors import CacheMiss, ImportRejected, ResourceError
-from weightcache.manifest import ITEM_SIZES, Manifest
+from weightcache.manifest import Manifest, lengths, span
 
 KIND: Final = "cuda_vmm"
 CHUNK_BYTES: Final = 2 << 30
@@ -165,8 +167,8 @@ class CudaVmmWriter:
             return None
         empty = torch.empty(0, dtype=like.dtype, device=self._bytes.device)
         low = offset // STORAGE_ALIGNMENT * STORAGE_ALIGNMENT
-        span = _span(tuple(like.shape), like.stride()) * like.element_size()
-        storage = self._bytes.untyped_storage()[low : offset + span]
+        end = offset + span(tuple(like.shape), like.stride()) * like.element_size()
+        storage = self._bytes.untyped_storage()[low:end]
         return empty.set_(storage, (offset - low) // like.element_size(), like.shape, like.stride())
 
     def room(self) -> torch.Tensor:
@@ -201,7 +203,7 @@ class CudaVmmWriter:
 
     def digests(self, rows: Sequence[tuple[int, torch.Tensor]]) -> bytes:
         offsets = [offset for offset, _ in rows]
-        sizes = [_span(tuple(tensor.shape), tensor.stride()) * tensor.element_size() for _, tensor in rows]
+        sizes = [span(tuple(tensor.shape), tensor.stride()) * tensor.element_size() for _, tensor in rows]
         return cuda_digest.start(self.room(), offsets, sizes, self._driver)()
 
     def seal(self) -> list[int]:
@@ -282,106 +284,128 @@ class CudaVmmMapping:
             self._range = Range(self._driver, manifest.size, device)
         except DriverError as error:
             raise miss_of(error, "the arena cannot be mapped") from error
-        self._row_sizes: list[int] | None = None
+        self._row_lengths: list[int] | None = None
         self._rows = rows
         self._sums: cuda_digest.Sums | None = None
+        self._failure: BaseException | None = None
+        self._rest: threading.Thread | None = None
         steps = _steps(len(manifest.chunks))
+        chunks = enumerate(zip(descriptors, manifest.chunks, strict=True))
+        rest: list[tuple[int, int, int]] = []
         try:
-            for index, (descriptor, size) in enumerate(zip(descriptors, manifest.chunks, strict=True)):
-                self._map(index, descriptor, size)
-                if index + 1 in steps:
-                    self._range.protect()
-                    if index + 1 == steps[0]:
-                        self._bytes = self._range.tensor()
-                    if rows is not None:
-                        self._digest_ahead(manifest, rows, first=index + 1 == steps[0])
+            for index, (descriptor, size) in itertools.islice(chunks, steps[0]):
+                self._map(index, self._import(index, descriptor, size), size)
+            self._range.protect()
+            self._bytes = self._range.tensor()
+            if rows is not None:
+                self._sums = cuda_digest.ahead(self._bytes, *self._extents(manifest, rows), self._driver)
+            self._verify_mapped()
+            for index, (descriptor, size) in chunks:
+                rest.append((index, self._import(index, descriptor, size), size))
         except DriverError as error:
-            self._range.close()
+            self._give_up(rest)
             raise miss_of(error, "the arena cannot be mapped") from error
         except CacheMiss:
-            self._range.close()  # at once: the error's traceback keeps this object alive for as long as somebody has it
+            self._give_up(rest)  # at once: the error's traceback keeps this object for as long as somebody has it
             raise
+        if rest:
+            self._rest = threading.Thread(target=self._map_rest, args=(rest, steps), name="weightcache-map")
+            self._rest.start()
 
-    def views(self, manifest: Manifest) -> list[torch.Tensor]:
-        whole, make = self._bytes.untyped_storage(), maker(self._bytes.device)
-        dtypes = [getattr(torch, name) for name in manifest.dtypes]
-        items = [dtype.itemsize for dtype in dtypes]
-        strides: dict[tuple[int, ...], tuple[int, ...]] = {}
-        tensors: list[torch.Tensor] = []
-        storage, low, high = whole, 0, -1
-        typed: dict[int, torch.Tensor] = {}
-        rows = zip(
-            manifest.dtype, manifest.shapes, manifest.strides, manifest.offsets, self._sizes(manifest), strict=True
-        )
-        with torch.no_grad():  # which also spares each view the record of what it is a view of
-            for code, shape, stride, offset, size in rows:
-                end = offset + size
-                if offset < low or end > high:
-                    low, high = storage_of(offset, end, self._range.size)
-                    storage, typed = whole[low:high], {}
-                steps = stride or strides.get(shape) or strides.setdefault(shape, contiguous(shape))
-                start, of_dtype = (offset - low) // items[code], typed.get(code)
-                if of_dtype is None:
-                    typed[code] = made = make(storage, dtypes[code], shape, steps, start)
-                else:
-                    made = of_dtype.as_strided(shape, steps, start)
-                tensors.append(made)
-        return tensors
+    def views(self, manifest: Manifest) -> Iterator[torch.Tensor]:
+        """See `MappedArena.views`. It ends once everything is mapped, or raises what making this object may raise."""
+        yield from views(self._bytes, manifest, self._lengths(manifest))
+        self._wait()
 
     def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
         sums, self._sums = self._sums, None
-        if sums is not None and rows == self._rows:
-            return sums.collect
-        return cuda_digest.start(self._bytes, *self._extents(manifest, rows), self._driver)
+        if sums is None or rows != self._rows:
+            self._wait()
+            return cuda_digest.start(self._bytes, *self._extents(manifest, rows), self._driver)
 
-    def _digest_ahead(self, manifest: Manifest, rows: Sequence[int], *, first: bool) -> None:
+        def collect() -> bytes:
+            self._wait()
+            return sums.collect()
+
+        return collect
+
+    def _map_rest(self, chunks: list[tuple[int, int, int]], steps: list[int]) -> None:
+        """Map the other chunks while tensors are made, in a thread: the driver is at it without Python's lock."""
+        try:
+            if self._bytes.is_cuda:
+                torch.cuda.set_device(self._bytes.device)  # gives this thread the context of the others
+            while chunks:
+                index, handle, size = chunks.pop(0)
+                self._map(index, handle, size)
+                if index + 1 in steps:
+                    self._range.protect()
+                    self._verify_mapped()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            self._failure = error
+            self._give_up(chunks)
+
+    def _wait(self) -> None:
+        if self._rest is not None:
+            self._rest.join()
+            self._rest = None
+        if self._failure is not None:
+            if isinstance(self._failure, DriverError):
+                raise miss_of(self._failure, "the arena cannot be mapped") from self._failure
+            raise self._failure
+
+    def _give_up(self, chunks: list[tuple[int, int, int]]) -> None:
+        """Release these chunks' handles and unmap the others."""
+        for _, handle, _ in chunks:
+            with contextlib.suppress(DriverError):  # after a fault the context takes no more calls
+                self._driver.release(handle)
+        self._range.close()
+
+    def _verify_mapped(self) -> None:
         """Let the GPU begin with those rows that lie in what is readable by now."""
-        if first:
-            self._sums = cuda_digest.ahead(self._bytes, *self._extents(manifest, rows), self._driver)
         if self._sums is not None:
             self._sums.launch(self._bytes.data_ptr() + self._range.mapped)
 
     def _extents(self, manifest: Manifest, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """First byte and bytes of each of these rows."""
-        offsets, sizes = manifest.offsets, self._sizes(manifest)
+        offsets, sizes = manifest.offsets, self._lengths(manifest)
         if rows != range(len(offsets)):
             offsets, sizes = [offsets[row] for row in rows], [sizes[row] for row in rows]
         return offsets, sizes
 
-    def _sizes(self, manifest: Manifest) -> list[int]:
-        """Bytes from the first to the last of each row."""
-        if self._row_sizes is None:
-            items = [ITEM_SIZES[name] for name in manifest.dtypes]
-            known: dict[tuple[int, tuple[int, ...], tuple[int, ...] | None], int] = {}
-            sizes = self._row_sizes = []
-            for key in zip(manifest.dtype, manifest.shapes, manifest.strides, strict=True):
-                size = known.get(key)
-                if size is None:  # a model has thousands of tensors and a handful of shapes
-                    size = known[key] = _span(key[1], key[2]) * items[key[0]]
-                sizes.append(size)
-        return self._row_sizes
+    def _lengths(self, manifest: Manifest) -> list[int]:
+        if self._row_lengths is None:
+            self._row_lengths = lengths(manifest)
+        return self._row_lengths
 
-    def _map(self, index: int, descriptor: int, size: int) -> None:
-        imported = False
+    def _import(self, index: int, descriptor: int, size: int) -> int:
         try:
-            handle = self._driver.import_(descriptor)
-            imported = True
-            try:
-                self._range.add(handle, size, writable=False)
-            finally:
-                self._driver.release(handle)
+            return self._driver.import_(descriptor)
         except DriverError as error:
-            # What the H200's driver says of a descriptor of something else, and of an allocation of another size.
-            foreign = error.reason == ("CUDA_ERROR_NOT_SUPPORTED" if imported else "CUDA_ERROR_UNKNOWN")
-            if not foreign and error.reason not in _NO_HANDLE:
-                raise miss_of(error, f"chunk {index} cannot be mapped", size) from error
-            raise ImportRejected(
-                "manifest_invalid",
-                f"descriptor {index} is not the GPU memory that the manifest describes: {error.message}",
-                expected=f"an exported allocation of {size} bytes",
-                found=os.readlink(f"/proc/self/fd/{descriptor}"),
-                remedy="Release the generation and load the model again",
-            ) from error
+            found = os.readlink(f"/proc/self/fd/{descriptor}")
+            # What the H200's driver says of a descriptor of something else.
+            raise _refused(error, "CUDA_ERROR_UNKNOWN", index, size, found) from error
+
+    def _map(self, index: int, handle: int, size: int) -> None:
+        try:
+            self._range.add(handle, size, writable=False)
+        except DriverError as error:
+            # What the H200's driver says of an allocation of another size.
+            raise _refused(error, "CUDA_ERROR_NOT_SUPPORTED", index, size, "memory of another size") from error
+        finally:
+            self._driver.release(handle)
+
+
+def _refused(error: DriverError, foreign: str, index: int, size: int, found: str) -> CacheMiss:
+    """Why a chunk cannot be mapped: the driver's own trouble, or that it is not what the manifest says."""
+    if error.reason != foreign and error.reason not in _NO_HANDLE:
+        return miss_of(error, f"chunk {index} cannot be mapped", size)
+    return ImportRejected(
+        "manifest_invalid",
+        f"descriptor {index} is not the GPU memory that the manifest describes: {error.message}",
+        expected=f"an exported allocation of {size} bytes",
+        found=found,
+        remedy="Release the generation and load the model again",
+    )
 
 
 def _steps(chunks: int) -> list[int]:
@@ -395,15 +419,3 @@ def _steps(chunks: int) -> list[int]:
         steps.append(sum(steps[-1:]) + length)
         length *= 2
     return [*steps, chunks]
-
-
-def _span(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int:
-    """Elements from the first to the last of a strided tensor, 0 for an empty one."""
-    if stride is None:
-        count = 1
-        for length in shape:
-            count *= length
-        return count
-    if 0 in shape:
-        return 0
-    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))

@@ -95,7 +95,7 @@ def publish_and_attach(driver: Driver, device: torch.device) -> str | None:
     """The bytes come back through a mapping of the descriptors, all of them verified; dropping it unmaps it."""
     manifest, descriptors = publish(driver, device)
     mapping = CudaVmmMapping(descriptors, manifest, 0, driver)
-    views = mapping.views(manifest)
+    views = list(mapping.views(manifest))
     for found, expected in zip(views, tensors().values(), strict=True):
         assert_same(found, expected)
     rows = range(len(manifest))

@@ -14,7 +14,7 @@ import torch
 from tests.weightcache.gpu import scenarios
 from tests.weightcache.gpu.drivers import HostDriver, ReplayDriver
 
-from weightcache.arena import cuda_views
+from weightcache.arena import cuda_views, cuda_vmm
 from weightcache.arena.cuda_driver import DriverError
 from weightcache.arena.cuda_vmm import CudaVmmMapping, CudaVmmWriter, require_export
 from weightcache.errors import CacheMiss, ImportRejected
@@ -77,7 +77,7 @@ def test_a_write_into_mapped_weights_kills_the_writer_and_leaves_the_bytes(
         with contextlib.suppress(BaseException):
             faulthandler.disable()
             # One element: filling many takes torch's threads, which a forked child does not have.
-            CudaVmmMapping(descriptors, manifest, 0, driver).views(manifest)[0][0, 0] = 0
+            next(CudaVmmMapping(descriptors, manifest, 0, driver).views(manifest))[0, 0] = 0
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
@@ -140,7 +140,7 @@ def test_small_tensors_share_storages_and_large_ones_have_their_own(
 ) -> None:
     driver, manifest, descriptors = resident
     monkeypatch.setattr(cuda_views, "STORAGE_BYTES", 4096)
-    views = CudaVmmMapping(descriptors, manifest, 0, driver).views(manifest)
+    views = list(CudaVmmMapping(descriptors, manifest, 0, driver).views(manifest))
     sizes = {name: view.untyped_storage().nbytes() for name, view in zip(manifest.names, views, strict=True)}
     assert sizes["embed.weight"] == 3 << 20
     assert sizes["a.weight"] == 2 << 20
@@ -225,6 +225,31 @@ def test_what_the_driver_refuses_while_mapping_is_a_miss_and_leaves_nothing(
     assert isinstance(caught.value, ImportRejected) == (reason == "manifest_invalid")
     assert not driver._files
     assert answer in str(caught.value)
+
+
+class FailingLater(RefusingDriver):
+    """Refuses the second chunk, which is mapped while tensors are made."""
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        if handle > 1:
+            super().map(address, size, handle)
+        else:
+            HostDriver.map(self, address, size, handle)
+
+
+@pytest.mark.parametrize("ask", ["views", "digests"])
+def test_a_chunk_refused_while_tensors_are_made_is_a_miss_before_any_is_used(
+    resident: tuple[HostDriver, Manifest, list[int]], monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    _, manifest, descriptors = resident
+    monkeypatch.setattr(cuda_vmm, "FIRST_CHUNKS", 1)
+    driver = FailingLater("map", "CUDA_ERROR_ECC_UNCORRECTABLE")
+    mapping = CudaVmmMapping(descriptors, manifest, 0, driver)
+    with pytest.raises(CacheMiss, match="chunk 1 cannot be mapped") as caught:
+        list(mapping.views(manifest)) if ask == "views" else mapping.digests(manifest, [0])
+    assert (caught.value.reason, caught.value.detail) == ("residency_lost", "driver_fault")
+    assert not driver._files
+    assert mapping._range.sizes == []
 
 
 def test_a_publisher_that_finds_the_gpu_full_says_how_much_it_needed() -> None:
