@@ -191,7 +191,7 @@ def test_record_and_verify_from_the_command_line(engine: ScriptedEngine, tmp_pat
 
 def test_recording_from_nobody_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    result = CliRunner().invoke(app, ["record", url, "--out", str(tmp_path / "p.json")])
+    result = CliRunner().invoke(app, ["record", url, "--out", str(tmp_path / "p.json"), "--wait", "0"])
     assert isinstance(result.exception, ConfigError)
     assert result.exception.reason == "no_answer"
     assert not (tmp_path / "p.json").exists()
@@ -200,3 +200,15 @@ def test_recording_from_nobody_is_an_error_with_a_remedy(tmp_path: Path) -> None
 def test_the_module_needs_no_web_framework() -> None:
     script = "import sys, readmit.probes; sys.exit('fastapi' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_recording_waits_for_an_engine_that_is_still_starting(tmp_path: Path) -> None:
+    out, port = tmp_path / "probes.json", free_port()
+    words = ["probe", "record", f"http://127.0.0.1:{port}", "--prompt", "The capital of France is", "--out", str(out)]
+    command = [sys.executable, "-m", "readmit.cli", *words]
+    with subprocess.Popen([*command, "--wait", "240"], stderr=subprocess.PIPE, text=True) as recording:
+        assert recording.stderr is not None
+        assert "waiting up to 240 s for the engine" in recording.stderr.readline()
+        with ending(ScriptedEngine(port)):
+            assert recording.wait(240) == 0
+    assert ProbeSet.load(out).probes[0].expect.text == " Paris"

@@ -41,7 +41,7 @@ def record_command(
     tolerance: Annotated[float, typer.Option(min=0, help="For --by logprobs, in nats.")] = 0.5,
     repeat: Annotated[int, typer.Option(min=1, help="How often an answer must come out the same.")] = 3,
     limit: Annotated[float, typer.Option(help="Seconds an answer may take.")] = 120.0,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for an engine that does not answer yet.")] = 60.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for an engine that does not answer yet.")] = 30.0,
     checkpoint_digest: Annotated[str | None, typer.Option(help="Content identity of the checkpoint.")] = None,
     quant_method: Annotated[str | None, typer.Option(help="The checkpoint's quantisation.")] = None,
     engine: Annotated[str | None, typer.Option(help="What answers, for people.")] = None,
