@@ -11,7 +11,6 @@ cut off, an HTTP error). Late is not wrong: a busy engine is late.
 import asyncio
 import errno
 import hashlib
-import json
 import math
 import os
 import re
@@ -25,6 +24,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from readmit.exchange import Answer, NoCompletion, answer_of, exchange, short
 from weightcache.errors import ConfigError
 
 Result = Literal["correct", "wrong", "late", "error"]
@@ -37,9 +37,6 @@ DEFAULT_PROMPTS: Final = (
     "Once upon a time there was a baker who counted his loaves. " * 12 + "On the next morning the baker counted his",
 )
 """Asked when nobody names better ones."""
-
-ANSWER_BYTES_LIMIT: Final = 1 << 20
-"""No answer to a probe is longer; what is, comes from something that is no completions API."""
 
 
 class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -198,14 +195,6 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.probe}: {self.result}" + (f": {self.message}" if self.message else "")
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What an engine said: its text, and tokens with log-probabilities where they were asked for."""
-
-    text: str
-    tokens: tuple[str, ...] | None = None
-    logprobs: tuple[float | None, ...] | None = None
-
-
 class Interrogation:
     """Asks one engine.
 
@@ -262,7 +251,7 @@ class Interrogation:
         }
         if tokens:
             question["logprobs"] = 1
-        return _answer(await _exchange("POST", self.url / "v1/completions", self._headers, question))
+        return answer_of(await exchange("POST", self.url / "v1/completions", self._headers, question))
 
 
 async def served_model(url: str, headers: Mapping[str, str] | None = None) -> str:
@@ -271,11 +260,11 @@ async def served_model(url: str, headers: Mapping[str, str] | None = None) -> st
     Raises:
         aiohttp.ClientError: it lists none.
     """
-    listing = await _exchange("GET", URL(url) / "v1/models", headers)
+    listing = await exchange("GET", URL(url) / "v1/models", headers)
     try:
         return str(listing["data"][0]["id"])
     except (LookupError, TypeError) as error:
-        raise _NoCompletion(f"it lists no model: {_short(listing)}") from error
+        raise NoCompletion(f"it lists no model: {short(listing)}") from error
 
 
 async def record(
@@ -357,7 +346,7 @@ def _check_golden(prompt: str, answers: Sequence[Answer], by: str) -> None:
         if (other.text, other.tokens) != (first.text, first.tokens):
             raise ConfigError(
                 "probe_unstable",
-                f"the answer to {_short(prompt)} does not stay the same",
+                f"the answer to {short(prompt)} does not stay the same",
                 expected=repr(first.text),
                 found=repr(other.text),
                 remedy="Use another prompt or fewer tokens, and record while nothing else uses the engine",
@@ -365,7 +354,7 @@ def _check_golden(prompt: str, answers: Sequence[Answer], by: str) -> None:
     if not first.text.strip():
         raise ConfigError(
             "probe_empty",
-            f"the answer to {_short(prompt)} is empty",
+            f"the answer to {short(prompt)} is empty",
             expected="some text",
             found=repr(first.text),
             remedy="Use another prompt or more tokens",
@@ -374,56 +363,8 @@ def _check_golden(prompt: str, answers: Sequence[Answer], by: str) -> None:
     if by != "text" and (not first.tokens or not finite):
         raise ConfigError(
             "probe_tokens",
-            f"the answer to {_short(prompt)} comes without usable tokens and log-probabilities",
+            f"the answer to {short(prompt)} comes without usable tokens and log-probabilities",
             expected="choices[0].logprobs with tokens and finite token_logprobs",
-            found=_short((first.tokens, first.logprobs)),
+            found=short((first.tokens, first.logprobs)),
             remedy="Record by text",
         )
-
-
-class _NoCompletion(aiohttp.ClientError):
-    """Something answered, but not what a completions API answers."""
-
-
-async def _exchange(method: str, url: URL, headers: Mapping[str, str] | None, body: object = None) -> Any:
-    # A connector of its own, closed with it: the reply on it can be to nothing else.
-    async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-        session.request(
-            method, url, json=body, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout()
-        ) as response,
-    ):
-        raw = b""
-        async for chunk in response.content.iter_any():
-            raw += chunk
-            if len(raw) > ANSWER_BYTES_LIMIT:
-                raise _NoCompletion(f"more than {ANSWER_BYTES_LIMIT} bytes")
-        if response.status != 200:
-            raise aiohttp.ClientResponseError(
-                response.request_info, (), status=response.status, message=response.reason or ""
-            )
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _NoCompletion(f"not JSON: {_short(raw)}") from error
-
-
-def _answer(reply: Any) -> Answer:
-    try:
-        choice = reply["choices"][0]
-        marks = choice.get("logprobs")
-        return msgspec.convert(
-            {
-                "text": choice["text"],
-                "tokens": marks and marks["tokens"],
-                "logprobs": marks and marks["token_logprobs"],
-            },
-            Answer,
-        )
-    except (LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
-        raise _NoCompletion(f"no completion: {_short(reply)}") from error
-
-
-def _short(thing: object, limit: int = 200) -> str:
-    text = repr(thing)
-    return text if len(text) <= limit else text[:limit] + "..."

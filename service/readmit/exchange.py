@@ -1,0 +1,79 @@
+"""What is said over HTTP to an engine: one question, one answer, one connection."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+ANSWER_BYTES_LIMIT: Final = 1 << 20
+"""No answer to a probe is longer; what is, comes from something that is no completions API."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What an engine said: its text, and tokens with log-probabilities where they were asked for."""
+
+    text: str
+    tokens: tuple[str, ...] | None = None
+    logprobs: tuple[float | None, ...] | None = None
+
+
+class NoCompletion(aiohttp.ClientError):
+    """Something answered, but not what a completions API answers."""
+
+
+async def exchange(method: str, url: URL, headers: Mapping[str, str] | None, body: object = None) -> Any:
+    """One request and its JSON.
+
+    Raises:
+        aiohttp.ClientError, OSError: no answer, an HTTP error, or something that is no JSON.
+    """
+    # A connector of its own, closed with it: the reply on it can be to nothing else.
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        session.request(
+            method, url, json=body, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout()
+        ) as response,
+    ):
+        raw = b""
+        async for chunk in response.content.iter_any():
+            raw += chunk
+            if len(raw) > ANSWER_BYTES_LIMIT:
+                raise NoCompletion(f"more than {ANSWER_BYTES_LIMIT} bytes")
+        if response.status != 200:
+            raise aiohttp.ClientResponseError(
+                response.request_info, (), status=response.status, message=response.reason or ""
+            )
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise NoCompletion(f"not JSON: {short(raw)}") from error
+
+
+def answer_of(reply: Any) -> Answer:
+    """The answer in a completion.
+
+    Raises:
+        NoCompletion: it is none.
+    """
+    try:
+        choice = reply["choices"][0]
+        marks = choice.get("logprobs")
+        return msgspec.convert(
+            {
+                "text": choice["text"],
+                "tokens": marks and marks["tokens"],
+                "logprobs": marks and marks["token_logprobs"],
+            },
+            Answer,
+        )
+    except (LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        raise NoCompletion(f"no completion: {short(reply)}") from error
+
+
+def short(thing: object, limit: int = 200) -> str:
+    """Something as it is shown to people."""
+    text = repr(thing)
+    return text if len(text) <= limit else text[:limit] + "..."
