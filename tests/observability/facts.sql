@@ -38,6 +38,12 @@ CREATE TEMP TABLE lookups AS
          json_extract(attributes, '$.reason') AS reason, json_extract(attributes, '$.detail') AS detail,
          json_extract(attributes, '$.config') AS config
   FROM e WHERE kind = 'lookup';
+-- What each rank asked for, or published, which it will ask for.
+CREATE TEMP TABLE questions AS
+  SELECT id, node, slot, r, at_ns, result, config FROM lookups WHERE config IS NOT NULL OR result = 'off'
+  UNION ALL
+  SELECT id, node, slot, coalesce(rank, 0), at_ns, name, json_extract(attributes, '$.config') FROM e
+  WHERE kind = 'publish' AND slot IS NOT NULL AND json_extract(attributes, '$.config') IS NOT NULL;
 CREATE TEMP TABLE loading AS
   SELECT node, episode, attempt, coalesce(rank, 0) AS r, min(at_ns) AS at_ns
   FROM e WHERE kind = 'phase_begin' AND name = 'load_weights' GROUP BY 1, 2, 3, 4;
@@ -287,7 +293,7 @@ CREATE TEMP VIEW verdicts AS
 WITH asked AS (
   SELECT node, slot, r, config FROM (
     SELECT node, slot, r, config, result, row_number() OVER (PARTITION BY node, slot, r ORDER BY id DESC) AS place
-    FROM lookups, moment WHERE at_ns <= now_ns AND (config IS NOT NULL OR result = 'off'))
+    FROM questions, moment WHERE at_ns <= now_ns)
   WHERE place = 1 AND result != 'off'
 )
 SELECT node, slot, min(hit) AS hit, coalesce(max(reason), '') AS reason FROM (
