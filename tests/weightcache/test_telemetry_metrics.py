@@ -1,6 +1,7 @@
 """The accounts and the collector."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,24 @@ class TestEmpty:
             assert ("readmit_time_to_semantic_readiness_seconds_bucket", labels) in samples
             assert ("readmit_slo_threshold_seconds", (("path", path),)) in samples
         assert 77.0 in bounds_s([77])
+
+
+@pytest.mark.parametrize("seconds", [0.05, 1, 40, 330, 1500])
+@pytest.mark.parametrize(
+    ("name", "path"), [("weightcache_load_seconds", "miss"), ("readmit_time_to_semantic_readiness_seconds", "miss")]
+)
+def test_no_load_is_beyond_the_last_bound(name, path, seconds):
+    """What a percentile is worked out to be lies in the bucket of what it was."""
+    story = Story().open(0).lookup(0, "miss", reason="absent").phase("load_weights", 0, seconds)
+    books = Books().tell(story.close(seconds, verified=True))
+    buckets = {
+        float(labels["le"]): value
+        for family in books.registry.collect()
+        for sample, labels, value, *_ in family.samples
+        if sample == f"{name}_bucket" and labels["path"] == path
+    }
+    (holding,) = (le for le, count in buckets.items() if count and not any(buckets[it] for it in buckets if it < le))
+    assert seconds <= holding < math.inf
 
 
 def test_few_series_for_two_slots_and_no_more_after_a_thousand_recoveries():

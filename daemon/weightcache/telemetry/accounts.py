@@ -46,8 +46,9 @@ PROCESSES: Final = ("daemon", "keeper", "engine", "gate", "other")
 
 _LOADING_NOTHING: Final = ("standby", "unknown")
 """Paths without a load that could be timed: a takeover has none, and of the unknown nothing is known."""
-_LOAD_BOUNDS_S: Final = (0.05, 0.25, 1, 10, 60, 600)
-"""Few, for series' sake: they tell mapped from read, and what the published 0.63 s and 495 s would be beside."""
+_LOAD_BOUNDS_S: Final = (0.05, 1, 10, 60, 600, 1800)
+"""Few, for series' sake: they tell mapped from read, and what the published 0.63 s and 495 s would be beside. The last
+one is beyond any load that was heard of, so that no percentile stays at a bound for ever."""
 
 
 class Accounts:
