@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from readmit.daemon import ask_daemon
 from readmit.drill_report import DaemonRecovery, DrillReport, account
 from readmit.where import Where
 from weightcache import messages
@@ -22,8 +23,6 @@ from weightcache.errors import CacheMiss, ConfigError
 from weightcache.journal import Context, Journal, boottime_ns, new_episode_id
 from weightcache.keeper.control import ask
 from weightcache.process import Process
-from weightcache.protocol import Connection
-from weightcache.version import VERSION
 
 SIGNALS: Final = {"sigkill": signal.SIGKILL, "sigabrt": signal.SIGABRT, "sigstop": signal.SIGSTOP}
 LIMIT_S: Final = 1800.0
@@ -323,12 +322,7 @@ class Drill:
         return self._ask_daemon(messages.Status())
 
     def _ask_daemon(self, request: messages.Request) -> dict[str, Any]:
-        connection = Connection(self._socket, messages.Hello(version=VERSION, node=self._journal.context.node))
-        try:
-            reply, _ = connection.ask(request, messages.Done)
-        finally:
-            connection.close()
-        return reply.data
+        return ask_daemon(self._socket, request, self._journal.context.node)
 
 
 def deed(fault: str, slot: str) -> str:

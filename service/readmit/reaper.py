@@ -9,12 +9,11 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from readmit.daemon import ask_daemon
 from weightcache import messages, paths
 from weightcache.errors import CacheMiss
-from weightcache.protocol import Connection
-from weightcache.version import VERSION
 
 log = logging.getLogger("readmit.reaper")
 
@@ -43,22 +42,15 @@ class Reaper:
             CacheMiss: the daemon does not answer.
         """
         now = self._clock()
-        idle = {it["generation"] for it in self._ask(messages.Status())["generations"] if not it["leases"]}
+        resident = ask_daemon(self._socket, messages.Status())["generations"]
+        idle = {it["generation"] for it in resident if not it["leases"]}
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
         released: list[str] = []
         for name, since in self._idle_since.items():
             if now - since >= self._after_s:
                 # Not by force: whoever attached meanwhile keeps it.
-                released += self._ask(messages.Release(generation=name))["released"]
+                released += ask_daemon(self._socket, messages.Release(generation=name))["released"]
         return released
-
-    def _ask(self, request: messages.Request) -> dict[str, Any]:
-        connection = Connection(self._socket, messages.Hello(version=VERSION))
-        try:
-            reply, _ = connection.ask(request, messages.Done)
-        finally:
-            connection.close()
-        return reply.data
 
 
 def main() -> None:

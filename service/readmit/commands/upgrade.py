@@ -14,6 +14,7 @@ import typer
 from readmit.commands import Json, application, tell
 from readmit.commands.restart import child, reexec, up
 from readmit.config import DEFAULT_FILE, load
+from readmit.daemon import ask_daemon
 from readmit.gate.operator import order
 from readmit.recovered import LIMIT_S, Recovered, account, wait
 from readmit.where import ConfigOption, Where
@@ -25,7 +26,6 @@ from weightcache.fingerprint import normalize_path
 from weightcache.identity import digest_of
 from weightcache.journal import Context, Journal
 from weightcache.keeper.control import ask
-from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
 app = application()
@@ -206,12 +206,7 @@ class Node:
         return {it["generation"] for it in self._ask(messages.Status())["generations"]}
 
     def _ask(self, request: messages.Request) -> dict[str, Any]:
-        connection = Connection(self._socket, messages.Hello(version=VERSION, node=self._context.node))
-        try:
-            reply, _ = connection.ask(request, messages.Done)
-        finally:
-            connection.close()
-        return reply.data
+        return ask_daemon(self._socket, request, self._context.node)
 
 
 def _as_it_is_now(asked: dict[str, Any], model: str | None) -> dict[str, Any]:

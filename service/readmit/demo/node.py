@@ -15,12 +15,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
+from readmit.daemon import ask_daemon
 from weightcache import messages
 from weightcache.errors import CacheMiss
 from weightcache.journal import Journal
 from weightcache.keeper.control import ask
-from weightcache.protocol import Connection
-from weightcache.version import VERSION
 
 READY_LIMIT_S: Final = 600.0
 """Also a machine that is busy with ten other things gets there."""
@@ -208,9 +207,7 @@ class Node:
 
     def cache_status(self) -> dict[str, Any]:
         """What the weight cache daemon says of itself."""
-        with contextlib.closing(Connection(self.socket, messages.Hello(version=VERSION))) as connection:
-            reply, _ = connection.ask(messages.Status(), messages.Done)
-        return reply.data
+        return ask_daemon(self.socket, messages.Status())
 
     def wait_served(self, not_by: int) -> None:
         """Wait until another daemon process than ``not_by`` answers with the weights in hand."""
