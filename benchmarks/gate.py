@@ -92,10 +92,8 @@ def report(options: argparse.Namespace, taken: dict[str, Any] | None, cost: dict
     """The figures, in the form that other programs read."""
     found: dict[str, Any] = {"machine": machine(), "quick": options.quick}
     if taken is not None:
-        by_fault = takeover.summary([Takeover(*it) for it in taken["raw"]])
         found |= {
-            "takeover_ms": by_fault["sigkill"],
-            "takeover_by_fault_ms": by_fault,
+            **told([Takeover(*it) for it in taken["raw"]]),
             **{name: taken["requests"][name] for name in ("wrong", "hung", "unverified")},
             "traffic": taken["requests"],
             "gate_kill_refused": taken["gate_kill"]["refused"],
@@ -124,8 +122,15 @@ def report(options: argparse.Namespace, taken: dict[str, Any] | None, cost: dict
     if taken is not None and taken["haproxy"] is not None:
         found["haproxy"]["takeover_ms"] = taken["haproxy"]
     if taken is not None:
-        found["raw_takeovers"] = [[fault, round(ms, 2), round(whole, 2)] for fault, ms, whole in taken["raw"]]
+        found["raw_takeovers"] = [[it[0], round(it[1], 2), round(it[2], 2), it[3]] for it in taken["raw"]]
     return found
+
+
+def told(takeovers: Sequence[Takeover]) -> dict[str, Any]:
+    """What is said of takeovers."""
+    by_fault = takeover.summary(takeovers)
+    timeline = takeover.timeline(takeovers)
+    return {"takeover_ms": by_fault["sigkill"], "takeover_by_fault_ms": by_fault, "timeline_ms": timeline}
 
 
 def added(routes: dict[str, Any], name: str) -> dict[str, float]:
@@ -163,17 +168,17 @@ def _version(*command: str) -> str | None:
 
 
 def merged(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """An earlier run with this one's takeovers added."""
-    raw = [*earlier.get("raw_takeovers", []), *now.get("raw_takeovers", [])]
-    by_fault = takeover.summary([Takeover(*it) for it in raw])
-    found = {**earlier, **{key: value for key, value in now.items() if key not in earlier}}
-    counts = [run["traffic"] for run in (earlier, now) if "traffic" in run]
-    traffic = {name: sum(each[name] for each in counts) for name in counts[0]}
-    found |= {"takeover_ms": by_fault["sigkill"], "takeover_by_fault_ms": by_fault, "traffic": traffic}
-    found |= {name: traffic[name] for name in ("wrong", "hung", "unverified")}
-    kills = [run["gate_kill"] for run in (earlier, now) if "gate_kill" in run]
-    found["gate_kill"] = {name: sum(each[name] for each in kills) for name in kills[0]}
-    found |= {"gate_kill_refused": found["gate_kill"]["refused"], "raw_takeovers": raw}
+    """An earlier run with this one's takeovers added; of all else this run's word counts, where it has one."""
+    found = {**earlier, **now, "quick": earlier["quick"] or now["quick"]}
+    for name in ("haproxy", "health_ms"):  # each half of a run has its part
+        found[name] = {**earlier[name], **now[name]}
+    for name in ("traffic", "gate_kill"):
+        counts = [run[name] for run in (earlier, now) if name in run]
+        found |= {name: {key: sum(each[key] for each in counts) for key in counts[0]}} if counts else {}
+    if raw := [*earlier.get("raw_takeovers", []), *now.get("raw_takeovers", [])]:
+        found |= {**told([Takeover(*it) for it in raw]), "raw_takeovers": raw}
+        found |= {name: found["traffic"][name] for name in ("wrong", "hung", "unverified")}
+        found["gate_kill_refused"] = found["gate_kill"]["refused"]
     found["runs"] = [*earlier.get("runs", [earlier["machine"]]), now["machine"]]
     return found
 
@@ -189,6 +194,8 @@ def show(found: dict[str, Any]) -> None:
         if beside := found["haproxy"].get("takeover_ms"):
             table.add_row("sigkill, HAProxy", str(beside["n"]), str(beside["p50"]), "", str(beside["max"]))
         console.print(table)
+        steps = ", ".join(f"{name} {ms:g}" for name, ms in found["timeline_ms"].items())
+        console.print(f"where a SIGKILL's takeover goes, ms from the fault, each the median: {steps}")
         console.print(
             f"{found['traffic']['answers']} answers: {found['wrong']} wrong, {found['unverified']} unverified, "
             f"{found['hung']} hung; {found['traffic']['errors']} requests ended with an error; gate killed: "
@@ -238,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="12 kills and short turns: under 4 minutes")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--add", type=Path, metavar="FILE", help="add this run's takeovers to those in a file")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="add this run's figures to those in a file")
     parser.add_argument("--only", choices=("takeover", "cost"), help="leave the other half out")
     parser.add_argument("--kills", type=int, help="SIGKILLs")
     parser.add_argument("--others", type=int, help="of each other fault")

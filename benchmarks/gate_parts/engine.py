@@ -1,7 +1,8 @@
 """The reference engine with everything imported beforehand, so that restarts are forked, not started.
 
-Every answer names the process it came from, in ``x-engine-pid``: that is how an answer of an engine that nobody had
-verified is told from others. Run as ``python -m gate_parts.engine``, with the options of ``readmit engine``.
+Every answer names the process it came from, and when that received the request and began the answer, in ``x-engine``:
+that is how an answer of an engine that nobody had verified is told from others. Run as ``python -m gate_parts.engine``,
+with the options of ``readmit engine``.
 """
 
 import os
@@ -15,6 +16,7 @@ import readmit.generation
 import readmit.server
 import weightcache.integrations.transformers  # noqa: F401
 from readmit import engine
+from weightcache.journal import boottime_ns
 
 
 class Named:
@@ -24,9 +26,12 @@ class Named:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = boottime_ns()
+
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-engine-pid", str(os.getpid()).encode())]
+                told = f"{os.getpid()} {received} {boottime_ns()}"
+                message["headers"] = [*message["headers"], (b"x-engine", told.encode())]
             await send(message)
 
         await self._app(scope, receive, named)

@@ -17,9 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors import safe_open
-
+from gate_parts.damage import Damage, last_norm
 from gate_parts.node import RIGHT, Node
 from gate_parts.processes import Children, free_ports, quantile, until
 from gate_parts.traffic import Asked, Traffic
@@ -50,12 +48,21 @@ listen beside
 """
 
 
+STEPS = ("gone", "noticed", "asked", "received", "answers", "answered")
+"""Of a SIGKILL's takeover: the kernel has ended the process; the gate has moved the traffic; the client asks again; the
+standby has the request, and begins its answer; the client has read it."""
+
+
 class Takeover(NamedTuple):
-    """One fault. ``ms`` is from the moment that the limits allow a takeover, ``from_fault_ms`` from the fault."""
+    """One fault. ``ms`` is from the moment that the limits allow a takeover, ``from_fault_ms`` from the fault.
+
+    ``steps_ms`` are the `STEPS` of a process's death, each from the fault; None for other faults.
+    """
 
     fault: str
     ms: float
     from_fault_ms: float
+    steps_ms: Sequence[float] | None = None
 
 
 class Drill:
@@ -91,6 +98,8 @@ class Drill:
         with inflicting(fault, pid, self._tensor) as inflict:
             if fault == "wrong_answer":  # only an idle engine's mistakes count
                 await traffic.pause()
+            gone = asyncio.create_task(_gone(pid))
+            await asyncio.sleep(0)  # until it looks
             at = boottime_ns()
             inflict()
             if fault == "wrong_answer":
@@ -98,7 +107,13 @@ class Drill:
                 traffic.resume()
             answer = await traffic.answer_after(at, pid, RIGHT)
             allowed = await self._allowed(fault, slot, at)
-        return Takeover(fault, max(0.0, (answer.done_ns - allowed) / 1e6), (answer.done_ns - at) / 1e6)
+        gone_ns = await gone
+        steps = None
+        if fault == "sigkill" and self._url == self._node.url:
+            noticed = await self._journaled("suspect", slot, at)
+            times = (gone_ns, noticed, answer.sent_ns, *answer.engine_ns, answer.done_ns)
+            steps = [round((time - at) / 1e6, 2) for time in times]
+        return Takeover(fault, max(0.0, (answer.done_ns - allowed) / 1e6), (answer.done_ns - at) / 1e6, steps)
 
     async def _victim(self, traffic: Traffic) -> tuple[str, int]:
         """Who answers: the slot that the gate says, or whoever answered last where another asks the engines."""
@@ -112,22 +127,39 @@ class Drill:
 
     async def _allowed(self, fault: str, slot: str, at: int) -> int:
         """When the limits first allowed a takeover."""
-        result, needed = {"sigstop": ("late", 1), "wrong_answer": ("wrong", 2)}.get(fault, ("", 0))
-        if fault == "closed_port":  # until somebody is refused, connections that are kept still serve
-            where, result, needed = "WHERE kind = 'slot_state' AND name = ?", "suspect", 1
-        elif not needed:
-            return at
-        else:
-            where = "WHERE kind = 'probe' AND name = ?"
-        where += " AND slot = ? AND boottime_ns > ? ORDER BY id"
+        match fault:
+            case "closed_port":  # until somebody is refused, connections that are kept still serve
+                return await self._journaled("suspect", slot, at)
+            case "sigstop":
+                return await self._journaled("late", slot, at, kind="probe")
+            case "wrong_answer":
+                return await self._journaled("wrong", slot, at, kind="probe", number=2)
+        return at
+
+    async def _journaled(self, name: str, slot: str, at: int, *, kind: str = "slot_state", number: int = 1) -> int:
+        """When the gate did what its journal tells of, for the first or a later time since ``at``."""
+        where = "WHERE kind = ? AND name = ? AND slot = ? AND boottime_ns > ? ORDER BY id"
         found: list[Event] = []
 
-        async def journaled() -> bool:
-            found[:] = self._node.events(where, result, slot, at)
-            return len(found) >= needed
+        async def told() -> bool:
+            found[:] = self._node.events(where, kind, name, slot, at)
+            return len(found) >= number
 
-        await until(journaled, f"the journal to have the {result} answer")
-        return found[needed - 1].boottime_ns
+        await until(told, f"the journal to have {kind} {name}")
+        return found[number - 1].boottime_ns
+
+
+async def _gone(pid: int) -> int:
+    """When a process ends, by its pidfd: as early as anybody can know."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+        return boottime_ns()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -172,48 +204,6 @@ def close_port(pid: int) -> None:
         os.close(pidfd)
 
 
-class Damage:
-    """A tensor overwritten in a process's memory. Found beforehand: that takes longer than the takeover."""
-
-    def __init__(self, pid: int, tensor: bytes) -> None:
-        self._pid = pid
-        self._zeros = bytes(len(tensor))
-        self._places: list[int] = []
-        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            for line in maps:
-                span, access, *_ = line.split()
-                start, end = (int(text, 16) for text in span.split("-"))
-                if not access.startswith("rw"):
-                    continue
-                memory.seek(start)
-                try:
-                    data = memory.read(end - start)
-                except OSError:
-                    continue  # not memory that can be read
-                at = data.find(tensor)
-                while at >= 0:
-                    self._places.append(start + at)
-                    at = data.find(tensor, at + 1)
-        if not self._places:
-            raise RuntimeError(f"the model's last norm is not in the memory of process {pid}")
-
-    def set(self) -> None:
-        """Do it."""
-        with open(f"/proc/{self._pid}/mem", "r+b", buffering=0) as memory:
-            for place in self._places:
-                memory.seek(place)
-                memory.write(self._zeros)
-
-
-def last_norm(model: Path) -> bytes:
-    """The bytes of the tensor without which every answer is wrong."""
-    for shard in model.glob("*.safetensors"):
-        with safe_open(shard, "pt") as file:
-            if "model.norm.weight" in set(file.keys()):
-                return bytes(file.get_tensor("model.norm.weight").view(torch.uint8).numpy().tobytes())
-    raise RuntimeError(f"{model} has no last norm")
-
-
 def verdict(node: Node, drill: Drill) -> dict[str, int]:
     """What became of all requests, and how many answers came from a process that was not verified then."""
     spans = verified_spans(node)
@@ -244,6 +234,12 @@ def verified_spans(node: Node) -> dict[int, list[tuple[int, int]]]:
     for pid, since in open_since.values():
         spans.setdefault(pid, []).append((since, boottime_ns()))
     return spans
+
+
+def timeline(takeovers: Sequence[Takeover]) -> dict[str, float]:
+    """Where the time of a SIGKILL's takeover goes: the median of each step, in milliseconds from the fault."""
+    told = [it.steps_ms for it in takeovers if it.steps_ms]
+    return {name: round(quantile(column, 0.5), 1) for name, column in zip(STEPS, zip(*told, strict=True), strict=False)}
 
 
 def summary(takeovers: Sequence[Takeover]) -> dict[str, Any]:

@@ -10,17 +10,21 @@ from weightcache.journal import boottime_ns
 
 HANG_S = 30.0
 """Neither an answer nor an error within this is a hang."""
-_PID = re.compile(rb"\r\nx-engine-pid: (\d+)", re.IGNORECASE)
+_ENGINE = re.compile(rb"\r\nx-engine: (\d+) (\d+) (\d+)", re.IGNORECASE)
 
 
 class Asked(NamedTuple):
-    """One request. ``status`` is 0 where the connection broke, -1 where it hung; times are boottime in nanoseconds."""
+    """One request. ``status`` is 0 where the connection broke, -1 where it hung; times are boottime in nanoseconds.
+
+    ``engine_ns`` is when the engine received the request, and when it began its answer.
+    """
 
     sent_ns: int
     done_ns: int
     status: int
     pid: int
     text: str
+    engine_ns: tuple[int, int] = (0, 0)
 
 
 class Traffic:
@@ -100,6 +104,6 @@ class Traffic:
         done = boottime_ns()
         if reply.status != 200:
             return Asked(sent, done, reply.status, 0, "")
-        named = _PID.search(reply.head)
-        text = json.loads(reply.body)["choices"][0]["text"]
-        return Asked(sent, done, reply.status, int(named[1]) if named else 0, text)
+        named = _ENGINE.search(reply.head)
+        pid, received, answers = map(int, named.groups()) if named else (0, 0, 0)
+        return Asked(sent, done, 200, pid, json.loads(reply.body)["choices"][0]["text"], (received, answers))

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
-from tests.readmit.gate.harness import Damage, ReferenceEngine, ending, probe_file, until
+from benchmarks.gate_parts.damage import Damage, last_norm
+from tests.readmit.gate.harness import ReferenceEngine, ending, probe_file, until
 from tests.readmit.gate.nodes import Node
 
 from readmit import demo_model
@@ -44,12 +43,7 @@ def pair(model: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def tensor(model: Path) -> bytes:
-    """The bytes of the model's last norm: without it every answer is wrong."""
-    for shard in model.glob("*.safetensors"):
-        with safe_open(shard, "pt") as file:
-            if "model.norm.weight" in set(file.keys()):
-                return bytes(file.get_tensor("model.norm.weight").view(torch.uint8).numpy().tobytes())
-    raise AssertionError("the model has no such tensor")
+    return last_norm(model)
 
 
 @pytest.fixture

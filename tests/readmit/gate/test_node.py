@@ -8,7 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.readmit.gate.harness import Damage, ending, until
+from benchmarks.gate_parts.damage import Damage
+from tests.readmit.gate.harness import ending, until
 from tests.readmit.gate.nodes import ASK, Node
 
 FRAGILE = Path(__file__).with_name("fragile_engine.py")

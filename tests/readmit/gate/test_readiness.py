@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmarks.gate_parts.damage import Damage
 from tests.readmit.gate.harness import (
-    Damage,
     Gate,
     History,
     ReferenceEngine,
