@@ -8,7 +8,7 @@ and an upgrade between the two need not load again: that conclusion is recorded,
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from torch import nn
@@ -62,6 +62,17 @@ class Disparity(msgspec.Struct, frozen=True):
 
 
 Census = Mapping[str, Item]
+
+
+class Report(msgspec.Struct):
+    """What one version of an engine makes of a checkpoint.
+
+    ``config`` has the fields of its `CacheConfig`, ``logits`` a digest, in hex, of what the model answers.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Item]
+    logits: str
 
 
 def take_census(model: nn.Module) -> Census:

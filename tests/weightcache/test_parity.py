@@ -1,8 +1,6 @@
 """Two copies of a model, compared and the conclusion kept; resident weights of another version used after a proof."""
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 import typer
 from tests.fixtures import checkpoints
 from tests.fixtures.daemon import running_daemon
+from tests.fixtures.versions import version
 from torch import nn
 from typer.testing import CliRunner
 
@@ -221,19 +220,6 @@ def test_what_cannot_be_loaded_here_is_an_error_and_no_difference(
         run(folder)
 
 
-def version(folder: Path, number: str) -> Path:
-    """A virtual environment in which transformers is of another version."""
-    python = folder / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    program = (
-        f"import runpy, sys, transformers; transformers.__version__ = {number!r}; sys.argv = sys.argv[2:]; "
-        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-    )
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c {shlex.quote(program)} "$@"\n')
-    python.chmod(0o700)
-    return folder
-
-
 def test_two_versions_are_compared_by_their_own_interpreters(
     tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +278,17 @@ def test_an_environment_without_an_engine_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no-such-venv") as caught:
         run(checkpoints.plain(tmp_path / "t"), "--old", tmp_path / "no-such-venv", "--new", tmp_path / "no-such-venv")
     assert caught.value.reason == "venv"
+
+
+def test_an_engine_that_cannot_be_run_here_is_told_what_to_do_instead(tmp_path: Path) -> None:
+    folder = checkpoints.plain(tmp_path / "t")
+    with pytest.raises(ConfigError, match="readmit cache load --command") as caught:
+        run(folder, "--engine", "sglang", "--old", tmp_path, "--new", tmp_path)
+    assert (caught.value.reason, caught.value.found) == ("engine", "sglang")
+    app = typer.Typer()
+    app.command()(parity_command)
+    alone = CliRunner().invoke(app, [str(folder), "--engine", "vllm"])
+    assert (alone.exit_code, "give --old and --new" in alone.output) == (2, True)
 
 
 def test_nothing_resident_is_a_miss_with_its_reason(tmp_path: Path, socket: Path) -> None:

@@ -15,19 +15,11 @@ import transformers
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.digest import tensor_digest
 from weightcache.errors import WeightCacheError
-from weightcache.identity import digest_of, prove
+from weightcache.identity import know_digest
 from weightcache.integrations.transformers import cache_config, from_pretrained, skeleton
 from weightcache.integrations.transformers_form import Form
 from weightcache.integrations.transformers_loading import telling
-from weightcache.parity import Item, take_census
-
-
-class Report(msgspec.Struct):
-    """One version's model: the fields of its `CacheConfig`, its tensors by name, and the logits' digest in hex."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Item]
-    logits: str
+from weightcache.parity import Report, take_census
 
 
 def load_plainly(folder: Folder, dtype: torch.dtype) -> Any:
@@ -58,9 +50,8 @@ def report(model: str, dtype: str | None) -> Report:
         ConfigError: this version cannot build it.
     """
     checkpoint = Checkpoint.open(model)
-    digest = digest_of(checkpoint).digest or prove(checkpoint)
     like = skeleton(checkpoint.folder, dtype)
-    config = cache_config(checkpoint.folder, like, digest, torch.device("cpu"))
+    config = cache_config(checkpoint.folder, like, know_digest(checkpoint.folder), torch.device("cpu"))
     loaded = load_plainly(checkpoint.folder, like.dtype)
     return Report(config.to_dict(), dict(take_census(loaded)), tensor_digest(logits_of(loaded)).hex())
 

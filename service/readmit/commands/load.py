@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from readmit.commands import Json
 from readmit.commands.checkpoint import prove
 from readmit.commands.daemon import Dtype, Socket, ask, connect
+from readmit.commands.engines import Engine, Offline, offline
 from weightcache import identity, memory, messages
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.errors import ProtocolError, ResourceError
@@ -26,10 +27,11 @@ Wait = Annotated[float, typer.Option("--wait", help="Seconds until it is given u
 
 
 def load(
-    model: Annotated[str | None, typer.Argument(help="A checkpoint's folder, loaded with transformers.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A checkpoint's folder.")] = None,
     command: Annotated[
         str | None, typer.Option(help="Another engine's command that loads, publishes and exits.")
     ] = None,
+    engine: Engine = "transformers",
     dtype: Dtype = None,
     tp_size: TpSize = 1,
     wait_s: Wait = 1800.0,
@@ -41,7 +43,10 @@ def load(
         raise typer.BadParameter("name a model, or give --command")
     if command is not None and (tp_size > 1 or dtype is not None):
         raise typer.BadParameter("--tp-size and --dtype are for a model; the command has its own")
-    workers = [shlex.split(command)] if command is not None else _workers(sys.executable, str(model), dtype, tp_size)
+    if command is not None:
+        workers = [shlex.split(command)]
+    else:
+        workers = _workers(sys.executable, offline(engine), str(model), dtype, tp_size)
     done = _load_all(workers, wait_s, socket)
     seconds = max(each["seconds"] for each in done)
     facts = done[0] if len(done) == 1 else {"seconds": seconds, "ranks": done}
@@ -49,8 +54,9 @@ def load(
 
 
 def prepare(
-    model: Annotated[str, typer.Argument(help="A checkpoint's folder, loaded with transformers.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder.")],
     new: Annotated[Path, typer.Option(metavar="VENV", help="The coming version's virtual environment.")],
+    engine: Engine = "transformers",
     dtype: Dtype = None,
     tp_size: TpSize = 1,
     wait_s: Wait = 1800.0,
@@ -61,13 +67,13 @@ def prepare(
 
     Exits 2 where there is no room for both.
     """
-    python = new / "bin" / "python"
+    runs, python = offline(engine), new / "bin" / "python"
     if not os.access(python, os.X_OK):
         raise typer.BadParameter(f"{python} is no interpreter that can be run")
     before = ask(socket, messages.Status())
     needed = Checkpoint.open(model).total_bytes
     require_room(before, needed)
-    workers = [[*argv, "--beside"] for argv in _workers(str(python.absolute()), model, dtype, tp_size)]
+    workers = [[*argv, "--beside"] for argv in _workers(str(python.absolute()), runs, model, dtype, tp_size)]
     done = _load_all(workers, wait_s, socket)
     after = ask(socket, messages.Status())
     old = {each["generation"] for each in before["generations"]}
@@ -112,11 +118,13 @@ def require_room(status: dict[str, Any], needed: int) -> None:
         )
 
 
-def _workers(python: str, model: str, dtype: str | None, tp_size: int) -> list[list[str]]:
-    """The load workers' commands, a rank each."""
+def _workers(python: str, engine: Offline, model: str, dtype: str | None, tp_size: int) -> list[list[str]]:
+    """The load workers' commands: a rank each, or one for all of them."""
     folder = os.path.abspath(model) if os.path.exists(model) else model
-    argv = [python, "-m", "weightcache.integrations.transformers", folder]
+    argv = [python, "-m", engine.worker, folder]
     argv += [f"--dtype={dtype}"] if dtype else []
+    if not engine.rank_by_rank:
+        return [[*argv, f"--tp-size={tp_size}"]]
     if tp_size == 1:
         return [argv]
     _know(Folder.open(folder))

@@ -11,21 +11,23 @@ import typer
 
 from readmit.commands import Json
 from readmit.commands.daemon import Dtype, ask
+from readmit.commands.engines import Engine, offline
 from weightcache import messages
 from weightcache.errors import ConfigError
 from weightcache.fingerprint import CacheConfig
 from weightcache.vocabulary import MISS_REASONS
 
 if TYPE_CHECKING:
-    from weightcache.integrations.transformers_census import Report
+    from weightcache.parity import Report
 
 _LISTED = 20
 _VERSIONS_MAY_DIFFER_IN = frozenset({"layout_id", "model_path"})
 
 
 def parity(
-    model: Annotated[str, typer.Argument(help="A checkpoint's folder, for transformers.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder.")],
     dtype: Dtype = None,
+    engine: Engine = "transformers",
     record: Annotated[
         bool | None,
         typer.Option(help="If equal, let engines of this version use the other's weights (--old and --new do)."),
@@ -40,12 +42,16 @@ def parity(
     """Load a model twice, from disk and through an arena, and compare tensors, bytes, logits. Exits 1 if they differ.
 
     Without a daemon the arena is made here. With --socket it is what is resident, which may come from another version
-    of the engine. With --old and --new two versions load the model, and neither cache nor daemon takes part.
+    of the engine. With --old and --new two versions load the model, and neither cache nor daemon takes part; for vLLM
+    there is only that.
     """
+    census = offline(engine).census
     if (old is None) != (new is None):
         raise typer.BadParameter("--old and --new go together")
+    if old is None and engine != "transformers":
+        raise typer.BadParameter(f"--engine {engine} compares two versions: give --old and --new")
     if old is not None and new is not None:
-        report = _compare_versions(model, dtype, old, new, record is not False)
+        report = _compare_versions(census, model, dtype, (old, new), record is not False)
     else:
         report = _compare_loads(model, dtype, socket, bool(record))
     typer.echo(json.dumps(report, indent=1) if as_json else _told(report))
@@ -58,12 +64,12 @@ def _compare_loads(model: str, dtype: str | None, socket: Path | None, record: b
     from weightcache import parity as census
     from weightcache.checkpoint import Checkpoint
     from weightcache.client import attach
-    from weightcache.identity import digest_of, prove
+    from weightcache.identity import know_digest
     from weightcache.integrations.transformers import cache_config, skeleton
     from weightcache.integrations.transformers_census import load_plainly, logits_of
 
     checkpoint = Checkpoint.open(model)
-    digest = digest_of(checkpoint).digest or prove(checkpoint)
+    digest = know_digest(checkpoint.folder)
     mapped = skeleton(checkpoint.folder, dtype)
     wanted = asked = cache_config(checkpoint.folder, mapped, digest, torch.device("cpu"))
     plain_dtype = mapped.dtype
@@ -112,10 +118,12 @@ def _with_resident_layout(wanted: CacheConfig, socket: Path) -> CacheConfig:
     return wanted
 
 
-def _compare_versions(model: str, dtype: str | None, old: Path, new: Path, record: bool) -> dict[str, Any]:
+def _compare_versions(
+    module: str, model: str, dtype: str | None, venvs: tuple[Path, Path], record: bool
+) -> dict[str, Any]:
     from weightcache import parity as census
 
-    before, after = (_report(venv, model, dtype) for venv in (old, new))
+    before, after = (_report(venv, module, model, dtype) for venv in venvs)
     ours, theirs = CacheConfig.from_dict(after.config), CacheConfig.from_dict(before.config)
     differing = census.disparities(before.tensors, after.tensors)
     others = [each for each in ours.differences(theirs) if each.field not in _VERSIONS_MAY_DIFFER_IN]
@@ -137,27 +145,27 @@ def _compare_versions(model: str, dtype: str | None, old: Path, new: Path, recor
     }
 
 
-def _report(venv: Path, model: str, dtype: str | None) -> "Report":
+def _report(venv: Path, module: str, model: str, dtype: str | None) -> "Report":
     """What the version in a virtual environment makes of a model.
 
     Raises:
         ConfigError: ``venv``: it cannot be run, or it cannot load the model.
     """
-    from weightcache.integrations import transformers_census
+    from weightcache.parity import Report
 
-    command = [str(venv / "bin" / "python"), "-m", transformers_census.__name__, model]
+    command = [str(venv / "bin" / "python"), "-m", module, model]
     command += [f"--dtype={dtype}"] if dtype else []
     try:
         run = subprocess.run(command, capture_output=True, check=True)
-        return msgspec.json.decode(run.stdout.splitlines()[-1], type=transformers_census.Report)
+        return msgspec.json.decode(run.stdout.splitlines()[-1], type=Report)
     except (OSError, subprocess.CalledProcessError, IndexError, msgspec.MsgspecError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip().splitlines()
         raise ConfigError(
             "venv",
             f"the version in {venv} cannot say what it makes of {model}",
-            expected="a virtual environment with readmit and transformers",
+            expected="a virtual environment with readmit and the engine",
             found=said[-1] if said else str(error),
-            remedy="Install this release of readmit there: pip install '.[transformers]'",
+            remedy="Install this release of readmit there, into the engine's environment",
             path=str(venv),
         ) from error
 
