@@ -24,7 +24,7 @@ def measure(report: Report, quick: bool) -> dict[str, Any]:
     """Disk to arena, cold and warm, beside what the disk gives and what other loaders do."""
     folder = Path(tempfile.mkdtemp(prefix="readmit-disk-")) / "checkpoint"
     try:
-        found = {"written": call(write_checkpoint, folder, 6.0 if quick else 8.0)}
+        found = {"written": call(write_checkpoint, folder, 4.0 if quick else 6.0)}
         reads, cold, cached, files = [], [], [], []
         for turn in range(1 if quick else 3):
             found[f"left_in_cache_{turn}"] = drop(folder)
@@ -157,15 +157,17 @@ def into_arena(talk: Talk, folder: Path, direct: bool | None, check: bool) -> di
 
         for file in sorted(folder.glob("*.safetensors")):
             for name, tensor in load_file(file).items():
-                if not torch.equal(resident.tensors[name].cpu(), tensor):
+                found = resident.tensors[name].cpu()
+                if not torch.equal(found.view(torch.int16), tensor.view(torch.int16)):  # random bits, many of them NaN
                     wrong.append(name)
+    if wrong:
+        raise AssertionError(f"{len(wrong)} tensors are not what the files hold, first {wrong[0]}")
     for descriptor in descriptors:
         os.close(descriptor)
     total = checkpoint.total_bytes
     return {
         "bytes": total,
         "read_bytes": resident.read,
-        "wrong": wrong,
         "prepare_s": opened - began,
         "fill_s": filled - opened,
         "total_s": done - began,

@@ -189,6 +189,7 @@ class Sums:
         columns = [addresses, lengths, self._last_tiles - tiles, torch.zeros_like(lengths)]
         self._table = torch.stack(columns).to(device)
         self._launched = 0
+        self.collected = False
         # The one whose caller collects. A thread that launches has another.
         self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -204,6 +205,7 @@ class Sums:
 
     def collect(self) -> bytes:
         """Wait for the digests, once every row was begun: `SIZE` bytes each, end to end."""
+        self.collected = True
         found = self._table[3].cpu()
         return bytes(tensor_memory(found))  # hosts of NVIDIA GPUs are little-endian
 

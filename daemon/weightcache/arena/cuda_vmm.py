@@ -318,8 +318,8 @@ class CudaVmmMapping:
         self._wait()
 
     def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
-        sums, self._sums = self._sums, None
-        if sums is None or rows != self._rows:
+        sums = self._sums
+        if sums is None or sums.collected or rows != self._rows:
             self._wait()
             return cuda_digest.start(self._bytes, *self._extents(manifest, rows), self._driver)
 
