@@ -289,14 +289,14 @@ class Drill:
             raise _impossible(f"slot {slot} is recovering", "an engine that answers", f"episode {known.episode.id}")
         if order.fault in ("daemon", "both") and "daemon" not in roles:
             raise _impossible("there is no weight cache daemon here to kill", "a node with [cache] enabled", "none")
-        if order.fault == "sigstop" and "gate" not in roles:
+        if order.fault == "sigstop" and "gate" not in roles and self._traffic().problem is not None:
             raise _impossible("nobody would notice a stopped engine", "a gate, which finds hanging engines", "none")
-        if order.path == "miss" and "daemon" not in roles:
-            raise _impossible("nothing is resident that could be missed", "a weight cache daemon", "none")
         if order.fault == "daemon":
             if order.path in ("miss", "standby"):
                 raise _impossible("a daemon's death begins no recovery that had a path", "no --path", order.path)
             return slot
+        if order.path == "miss":
+            self._check_daemon()
         took = known.attempt.path
         if order.path != "standby" and (order.path == "off") != (took == "off"):
             wanted = "with the weight cache off" if order.path == "off" else "with the weight cache"
@@ -306,6 +306,13 @@ class Drill:
             if not ready:
                 raise _impossible("no other slot stands by", "two slots that are ready", f"only {slot}")
         return slot
+
+    def _check_daemon(self) -> None:
+        """A daemon answers, here or in a container beside this one."""
+        try:
+            self._resident()
+        except CacheMiss as miss:
+            raise _impossible("nothing is resident that could be missed", "a weight cache daemon", miss) from miss
 
     def _serving(self, engines: list[str]) -> str | None:
         """The slot that the gate sends requests to; the first that is ready, where the gate does not say."""
