@@ -6,9 +6,9 @@ The folder is the one that the engine was given, or the snapshot that a name on 
 import os
 from collections.abc import Callable
 
-from weightcache.checkpoint import Checkpoint, Folder
+from weightcache.checkpoint import Folder
 from weightcache.errors import CheckpointError
-from weightcache.identity import digest_of, prove
+from weightcache.identity import digest_of, know_digest
 
 
 def model_folder(model: str, revision: str | None, download_dir: str | None, download: Callable[[], None]) -> Folder:
@@ -36,17 +36,16 @@ def digest_before(folder: Folder, *, shared: bool) -> str | None:
     Raises:
         CheckpointError: the files are bad.
     """
-    known = digest_of(folder).digest
-    return prove(Checkpoint.open(folder)) if known is None and shared else known
+    return know_digest(folder) if shared else digest_of(folder).digest
 
 
 def require_unchanged(folder: Folder, digest: str | None) -> None:
-    """Check, after a load, that what the files held before it is what they hold now.
+    """Check, after a load, that what the files held before it, if anybody knew, is what they hold now.
 
     Raises:
         CheckpointError: ``changed``.
     """
-    if digest_of(folder).digest != digest:
+    if digest is not None and digest_of(folder).digest != digest:
         raise CheckpointError(
             "changed",
             f"the files of {folder.path} changed while the model was loaded",
