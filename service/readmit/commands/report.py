@@ -116,7 +116,7 @@ def _paths(report: Report) -> Table:
         n = f"{path.closed}" + (f" ({outcomes})" if outcomes else "")
         n += f" ({path.unverified} unverified)" if path.unverified else ""
         quantiles = (path.quantiles[name] for name in _SHOWN_QUANTILES)
-        told = [value if isinstance(value, str) else _s(value) for value in quantiles]
+        told = [value.replace(" (", "\n(") if isinstance(value, str) else _s(value) for value in quantiles]
         shown.add_row(path.path, n, str(path.open), str(path.late), _s(path.threshold_s), _s(path.worst_s), *told)
     return shown
 
