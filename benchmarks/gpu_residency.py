@@ -337,7 +337,7 @@ class Benchmark:
                 holder.kill()
 
     def _compare(self, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tensors: str) -> None:
-        """Our attach against theirs: by medians, and the fastest process with the fastest, the slowest with the slowest."""
+        """Our attach against theirs: by medians, and the fastest process against the fastest, down to the slowest."""
         self.report.figure(f"attach, in turn with CUDA IPC, {tensors}", [it["attach_s"] for it in ours], "s")
         for part, what in (("export", "the holder's export"), ("total", "client"), ("whole", "from asking to bound")):
             self.report.figure(f"CUDA IPC, one handle a tensor, {tensors}: {what}", [it[part] for it in theirs], "s")
@@ -353,8 +353,8 @@ class Benchmark:
     def run(self, only: list[str], limit_s: float) -> None:
         parts = ["fused", "serving"]
         if self.on_gpu:
-            parts = ["fused", "versus", "llama", "from_files", "unfused", "legacy_unfused"]
-            parts += ["serving", "disk", "sizes", "engine"]
+            parts = ["fused", "versus", "llama", "unfused", "serving"]
+            parts += ["from_files", "disk", "sizes", "engine", "legacy_unfused"]
         else:
             parts += ["llama", "unfused"]
         with self.node:
