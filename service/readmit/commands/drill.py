@@ -3,6 +3,8 @@
 import json
 import urllib.error
 import urllib.request
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,9 +16,12 @@ from readmit.commands.tables import table, titled
 from readmit.config import DEFAULT_FILE, load, split_address
 from readmit.drill import LIMIT_S, Drill, DrillPath, Fault, Order, Traffic, deed
 from readmit.drill_report import QUANTILES, ByPath, DrillReport, Spread
+from readmit.gate.operator import SOCKET
+from readmit.gate.operator import order as ask_gate
 from readmit.quantiles import needed
 from readmit.where import ConfigOption, Where
 from weightcache import paths
+from weightcache.errors import ConfigError
 from weightcache.vocabulary import PHASES, SUB_PHASES, UNATTRIBUTED
 
 app = application()
@@ -49,7 +54,8 @@ def command(
         node = load(config)
         socket, listen = node.socket, gate or (node.gate.listen if node.gate.enabled else None)
     order = Order(kills, fault, path, slot, pause, limit)
-    drill = Drill(where, socket, order, lambda: traffic(listen), lambda text: typer.echo(text, err=True))
+    clients = partial(traffic, listen, where.runtime_dir)
+    drill = Drill(where, socket, order, clients, lambda text: typer.echo(text, err=True))
     report = drill.run(yes_really=yes_really)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
@@ -58,8 +64,13 @@ def command(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def traffic(listen: str | None) -> Traffic:
-    """What the gate at an address says of its clients."""
+def traffic(listen: str | None, runtime_dir: Path | None = None) -> Traffic:
+    """What the gate says of its clients: by its socket, which needs no token, or by TCP where it has none there."""
+    if runtime_dir is not None and (runtime_dir / SOCKET).exists():
+        try:
+            return _said(ask_gate(runtime_dir, "GET", "/api/status"))
+        except ConfigError as error:
+            return Traffic(problem=f"the gate does not say: {error}")
     if listen is None:
         return Traffic(problem="no gate is known here that could say")
     host, port = split_address(listen)
@@ -67,11 +78,14 @@ def traffic(listen: str | None) -> Traffic:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/api/status"
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
-            facts: dict[str, Any] = json.load(reply)
+            return _said(json.load(reply))
     except (OSError, ValueError) as error:
         return Traffic(problem=f"the gate at {listen} does not say: {error}")
+
+
+def _said(facts: dict[str, Any]) -> Traffic:
     if "last_request_s" not in facts:
-        return Traffic(problem=f"the gate at {listen} does not say: it is of another release")
+        return Traffic(problem="the gate does not say: it is of another release")
     return Traffic(0.0 if facts["in_flight"] else facts["last_request_s"], serving=facts.get("serving"))
 
 

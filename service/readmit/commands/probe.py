@@ -13,6 +13,8 @@ import typer
 
 from readmit.commands import Json, application
 from readmit.probes import DEFAULT_PROMPTS, Interrogation, ProbeSet, Verdict, now_iso, record, served_model
+from readmit.served_weights import served_weights
+from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
 
 app = application(no_args_is_help=True, help="Golden answers: record them from a good load, check an engine with them.")
@@ -42,10 +44,13 @@ def record_command(
     repeat: Annotated[int, typer.Option(min=1, help="How often an answer must come out the same.")] = 3,
     limit: Annotated[float, typer.Option(help="Seconds an answer may take.")] = 120.0,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for an engine that does not answer yet.")] = 30.0,
-    checkpoint_digest: Annotated[str | None, typer.Option(help="Content identity of the checkpoint.")] = None,
-    quant_method: Annotated[str | None, typer.Option(help="The checkpoint's quantisation.")] = None,
+    checkpoint_digest: Annotated[
+        str | None, typer.Option(help="Content identity of the checkpoint; as this node's journal knows it, if absent.")
+    ] = None,
+    quant_method: Annotated[str | None, typer.Option(help="The checkpoint's quantisation; the same.")] = None,
     engine: Annotated[str | None, typer.Option(help="What answers, for people.")] = None,
     header: Header = None,
+    config: ConfigOption = None,
 ) -> None:
     """Record golden answers from an engine that is known to be good."""
 
@@ -63,11 +68,12 @@ def record_command(
             limit_s=limit,
             headers=headers,
         )
+        weights = served_weights(url, Where.find(config))
         return ProbeSet(
             model=name,
             probes=probes,
-            checkpoint_digest=checkpoint_digest,
-            quant_method=quant_method,
+            checkpoint_digest=checkpoint_digest or weights.get("checkpoint_digest"),
+            quant_method=quant_method or weights.get("quant_method"),
             recorded_at=now_iso(),
             engine=engine,
         )
@@ -77,7 +83,8 @@ def record_command(
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _no_answer(url, error) from error
     probe_set.save(out)
-    typer.echo(f"{out}: {len(probe_set.probes)} golden answers of {probe_set.model}, probe set {probe_set.digest}")
+    of = f", of checkpoint {probe_set.checkpoint_digest}" if probe_set.checkpoint_digest else ""
+    typer.echo(f"{out}: {len(probe_set.probes)} golden answers of {probe_set.model}{of}, probe set {probe_set.digest}")
 
 
 @app.command("verify")

@@ -155,16 +155,20 @@ class Chronicle:
         episode = self.episode(slot)
         return None if episode is None else episode.age_s(self.replay.clock.now())
 
-    def expected_s(self, slot: str) -> float | None:
+    def expected_s(self, slot: str, foreseen: str | None = None) -> float | None:
         """How long the open recovery of this slot, by its path, usually takes: the median.
 
         None without history, and without a recovery: an engine that a new gate only verifies takes no start's length.
+
+        Args:
+            foreseen: the path it will take, as far as that is known before the engine says so.
         """
         episode = self.episode(slot)
         if episode is None:
             return None
         past = [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready" and it.attempts]
-        alike = past if episode.path == "unknown" else [it for it in past if it.path == episode.path]
+        path = foreseen if episode.path == "unknown" else episode.path
+        alike = past if path is None else [it for it in past if it.path == path]
         return statistics.median(it.total_s for it in alike) if alike else None
 
     def write(

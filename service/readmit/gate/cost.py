@@ -14,6 +14,7 @@ from typing import Any, Final
 import aiohttp
 from yarl import URL
 
+from readmit.gate.gpu_memory import GpuMemory
 from readmit.gate.process import Engine, tree
 
 EVERY_S: Final = 30.0
@@ -32,11 +33,13 @@ class Cost:
     Attributes:
         private_bytes: memory that ends with it; None where the kernel does not let us see.
         shared_bytes: what it maps of files and of resident weights, and others do or may as well.
+        gpu_bytes: what the driver counts for it on all GPUs; None where it counts nothing.
         kv_tokens: tokens that its KV cache has room for; None where the engine does not say.
     """
 
     private_bytes: int | None
     shared_bytes: int | None
+    gpu_bytes: int | None
     kv_tokens: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,11 +47,20 @@ class Cost:
         return asdict(self)
 
 
-async def measure(engine: Engine, url: str) -> Cost:
+async def measure(engine: Engine, url: str, gpus: GpuMemory) -> Cost:
     """What an engine costs now."""
-    memory, kv_tokens = await asyncio.gather(asyncio.to_thread(memory_of, engine), _kv_tokens(url))
+    memory, on_gpus, kv_tokens = await asyncio.gather(
+        asyncio.to_thread(memory_of, engine), asyncio.to_thread(gpu_memory_of, engine, gpus), _kv_tokens(url)
+    )
     private, shared = memory or (None, None)
-    return Cost(private, shared, kv_tokens)
+    return Cost(private, shared, on_gpus, kv_tokens)
+
+
+def gpu_memory_of(engine: Engine, gpus: GpuMemory) -> int | None:
+    """Bytes on all GPUs of a process and its descendants; None where the driver knows none of them."""
+    used = gpus.by_process()
+    found = [used[pid] for pid in tree(engine.pid) if pid in used]
+    return sum(found) if found else None
 
 
 def memory_of(engine: Engine) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from readmit.gate import cost, foresight
 from readmit.gate.chronicle import Chronicle
 from readmit.gate.cost import Cost
 from readmit.gate.foresight import NextStart
+from readmit.gate.gpu_memory import Nvml
 from readmit.gate.hold import Hold
 from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
@@ -87,6 +88,7 @@ class Gate:
         """Past ones, as the status tells them."""
         self.costs: dict[str, Cost] = {}
         """What the engine of each slot cost when it was last looked at."""
+        self._gpus = Nvml()
         self.next_starts: dict[str, NextStart | None] = {}
         """Whether the next start of each slot would hit, as far as that is known."""
         self.draining = False
@@ -253,7 +255,7 @@ class Gate:
     def outlook(self, slot: Slot) -> Outlook:
         """What can be said about a slot now."""
         self.chronicle.poll()
-        return Outlook.of(slot, self.watches[slot.name].finding, self.chronicle)
+        return Outlook.of(slot, self.watches[slot.name].finding, self.chronicle, self.next_starts.get(slot.name))
 
     def not_ready(self, trace_id: str | None = None) -> Problem:
         """The answer while no slot is ready, about the slot that is nearest to it."""
@@ -341,7 +343,7 @@ class Gate:
             self._opened.clear()
             for slot in self.slots:
                 if (engine := slot.engine) is not None and slot.ready:
-                    measured = await cost.measure(engine, slot.url)
+                    measured = await cost.measure(engine, slot.url, self._gpus)
                     if engine == slot.engine:
                         self.costs[slot.name] = measured
             with contextlib.suppress(TimeoutError):

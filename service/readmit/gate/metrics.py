@@ -92,6 +92,12 @@ class GateMetrics:
             ["slot"],
             registry=registry,
         )
+        self._gpu = Gauge(
+            "readmit_gate_engine_gpu_bytes",
+            "GPU memory that the driver counts for the slot's engine; 0 where it counts none.",
+            ["slot"],
+            registry=registry,
+        )
         self._kv_tokens = Gauge(
             "readmit_gate_engine_kv_tokens",
             "Tokens that the slot's engine has room for in its KV cache; 0 where it does not say.",
@@ -118,6 +124,7 @@ class GateMetrics:
                 self._openings,
                 self._probe_seconds,
                 self._private,
+                self._gpu,
                 self._kv_tokens,
                 self._last_correct,
             ):
@@ -146,6 +153,7 @@ class GateMetrics:
     def cost(self, slot: Slot, cost: Cost | None) -> None:
         """Note what a slot's engine costs."""
         self._private.labels(slot.name).set(cost.private_bytes or 0 if cost else 0)
+        self._gpu.labels(slot.name).set(cost.gpu_bytes or 0 if cost else 0)
         self._kv_tokens.labels(slot.name).set(cost.kv_tokens or 0 if cost else 0)
 
     def fleet(self, slots: Sequence[Slot], *, admitting: bool, probe_set_suspect: bool) -> None:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from readmit.gate.chronicle import Chronicle
+from readmit.gate.foresight import NextStart
 from readmit.gate.slots import Slot
 from readmit.gate.verifier import Finding
 from weightcache.journal import boottime_ns
@@ -43,8 +44,9 @@ class Outlook:
     message: str
 
     @classmethod
-    def of(cls, slot: Slot, finding: Finding | None, chronicle: Chronicle) -> "Outlook":
+    def of(cls, slot: Slot, finding: Finding | None, chronicle: Chronicle, next_start: NextStart | None) -> "Outlook":
         """The outlook for a slot."""
+        foreseen = None if next_start is None else "hit" if next_start.would_hit else "miss"
         now = boottime_ns()
         episode, elapsed = chronicle.episode(slot.name), chronicle.elapsed_s(slot.name)
         marked = episode.phase if episode is not None else None
@@ -57,7 +59,7 @@ class Outlook:
             phase=marked.phase if marked is not None else slot.state,
             since_s=_rounded(since),
             elapsed_s=_rounded(since if elapsed is None else elapsed),
-            expected_s=_rounded(chronicle.expected_s(slot.name)),
+            expected_s=_rounded(chronicle.expected_s(slot.name, foreseen)),
             last_correct_s=_rounded(None if slot.last_correct_ns is None else (now - slot.last_correct_ns) / 1e9),
             in_flight=slot.in_flight,
             verified=slot.lease.verified if slot.lease is not None else None,

@@ -169,6 +169,8 @@ def _cost(cost: Facts) -> str:
     parts = []
     if cost["private_bytes"] is not None:
         parts.append(f"{cost['private_bytes'] >> 20} MiB of its own, {cost['shared_bytes'] >> 20} MiB shared")
+    if cost["gpu_bytes"] is not None:
+        parts.append(f"{cost['gpu_bytes'] >> 20} MiB on GPUs")
     if cost["kv_tokens"] is not None:
         parts.append(f"room for {cost['kv_tokens']} tokens")
     return ", ".join(parts) or "not known"

@@ -128,3 +128,21 @@ def test_what_an_engine_runs_on_is_what_it_asked_for_or_published(history: Histo
         chronicle.poll()
         assert chronicle.weights("a") == {}, "another process, which has not said yet"
         assert chronicle.asked["a"] == {0: published}
+
+
+def test_what_a_recovery_takes_is_expected_by_the_path_that_is_foreseen(history: History) -> None:
+    for result, seconds in (("miss", 40), ("hit", 5)):
+        where = Context("node", "a", new_episode_id(), 1)
+        began = boottime_ns() - 100 * SECOND
+        history.journal.append(
+            "episode_open", "crash", {"fault_boottime_ns": began, "fault_clock": "exit"}, context=where, at_ns=began
+        )
+        history.journal.append("attempt_start", "", {}, context=where, at_ns=began)
+        history.journal.append("lookup", result, {"generation": "g"}, context=where._replace(rank=0), at_ns=began)
+        end = began + seconds * SECOND
+        history.journal.append("episode_close", "ready", {"verified": True}, context=where, at_ns=end)
+    crash(history)
+    with chronicle_of(history, "a") as chronicle:
+        assert chronicle.expected_s("a", "hit") == pytest.approx(5, abs=0.1)
+        assert chronicle.expected_s("a", "miss") == pytest.approx(40, abs=0.1)
+        assert chronicle.expected_s("a") == pytest.approx(22.5, abs=0.1), "nobody knows: all that was"

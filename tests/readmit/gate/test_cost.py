@@ -2,10 +2,12 @@
 
 import mmap
 import os
+import subprocess
 
 import pytest
 
-from readmit.gate.cost import kv_tokens, memory_of
+from readmit.gate.cost import gpu_memory_of, kv_tokens, memory_of
+from readmit.gate.gpu_memory import Nvml
 from readmit.gate.process import Engine
 
 VLLM = """\
@@ -56,6 +58,28 @@ def test_its_own_memory_is_told_from_weights_that_outlive_it() -> None:
     assert during[0] - before[0] < size // 2, "nobody else maps it, and yet it is not this process's"
     assert during[1] - before[1] > size // 2
     assert after[0] - during[0] > size // 2
+
+
+class Driver:
+    def __init__(self, **used: int) -> None:
+        self._used = {int(pid.removeprefix("p")): size for pid, size in used.items()}
+
+    def by_process(self) -> dict[int, int]:
+        return self._used
+
+
+def test_gpu_memory_is_that_of_all_its_processes() -> None:
+    engine = Engine.of(os.getpid())
+    assert engine is not None
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        used = {f"p{os.getpid()}": 2 << 30, f"p{worker.pid}": 3 << 30, "p1": 1 << 30}
+        assert gpu_memory_of(engine, Driver(**used)) == 5 << 30
+        assert gpu_memory_of(engine, Driver(p1=1 << 30)) is None, "another's is not its own"
+        worker.kill()
+
+
+def test_where_there_is_no_driver_nothing_is_known() -> None:
+    assert not Nvml().by_process()
 
 
 def test_an_engine_that_is_gone_costs_nothing_that_is_known() -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, probe_file, until
 
+from readmit.commands.drill import traffic
 from readmit.gate.guard import is_plain
 from readmit.gate.operator import SOCKET, order
 from weightcache.errors import ConfigError
@@ -217,6 +218,13 @@ def test_orders_need_the_token_or_the_socket_and_come_as_json(gate: Gate, option
     assert gate.client.request("DELETE", "/api/override", json={"user": "test"}).status_code == 200
     assert gate.client.request("DELETE", "/api/override", json={"user": "test"}).status_code == 409
     assert gate.client.post("/api/slots/z/drain", json={"user": "test"}).status_code == 404
+
+
+def test_a_drill_asks_by_the_socket_whether_there_are_clients(gate: Gate, folder: Path) -> None:
+    assert traffic(gate.url.removeprefix("http://")).problem, "strangers are not told"
+    gate.client.get("/v1/models")
+    said = traffic(None, folder)
+    assert (said.problem, said.serving, said.quiet) == (None, "a", False)
 
 
 def test_without_a_token_anybody_may_look_and_only_the_socket_may_order(options: list[str], folder: Path) -> None:

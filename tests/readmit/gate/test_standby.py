@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 from tests.readmit.gate.harness import until
 from tests.readmit.gate.nodes import ASK, Node
 
+from readmit.probes import ProbeSet
 from weightcache.availability import Availability, Outage
 from weightcache.episodes import Episode, Replay
 
@@ -111,6 +113,17 @@ def test_what_a_standby_costs_is_its_own_memory_and_not_the_weights(pair: Node) 
         assert ("serves" if slot["active"] else "stands by") in shown
         assert re.search(r"\d+ MiB of its own", shown)
         assert pair.metric(f'readmit_gate_engine_private_bytes{{slot="{slot["slot"]}"}}') > 10 << 20
+
+
+def test_golden_answers_recorded_on_the_node_name_their_checkpoint(pair: Node, tmp_path: Path) -> None:
+    out = tmp_path / "probes.json"
+    asked = pair.history.events("lookup")[-1].attributes["config"]
+    how = ["--out", str(out), "--prompt", "The capital of France is", "--repeat", "1"]
+    done = pair.readmit("probe", "record", pair.slot("a")["url"], *how)
+    assert done.returncode == 0, done.stderr
+    recorded = ProbeSet.load(out)
+    assert recorded.checkpoint_digest == asked["checkpoint_digest"] is not None
+    assert recorded.quant_method == asked["quant_method"]
 
 
 def test_a_drained_slot_gets_nothing_more_until_it_is_taken_back(pair: Node) -> None:
