@@ -131,9 +131,9 @@ def test_what_an_engine_runs_on_is_what_it_asked_for_or_published(history: Histo
 
 
 def test_what_a_recovery_takes_is_expected_by_the_path_that_is_foreseen(history: History) -> None:
-    for result, seconds in (("miss", 40), ("hit", 5)):
+    for result, seconds, ago in (("miss", 40, 100), ("hit", 5, 50)):
         where = Context("node", "a", new_episode_id(), 1)
-        began = boottime_ns() - 100 * SECOND
+        began = boottime_ns() - ago * SECOND
         history.journal.append(
             "episode_open", "crash", {"fault_boottime_ns": began, "fault_clock": "exit"}, context=where, at_ns=began
         )
