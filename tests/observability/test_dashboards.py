@@ -57,6 +57,7 @@ UNUSED = {
     "weightcache_capacity_bytes": "for ad-hoc questions; +Inf without a limit",
     "weightcache_quarantines_total": "weightcache_generations has those quarantined now",
     "weightcache_connections_refused_total": "for ad-hoc questions; the daemon's log says who was refused",
+    "readmit_gate_engine_gpu_bytes": "for ad-hoc questions; the gate's page shows what an engine costs",
     "readmit_gate_engine_kv_tokens": "for ad-hoc questions; the gate's page shows what an engine costs",
     "readmit_gate_engine_private_bytes": "for ad-hoc questions; the gate's page shows what an engine costs",
     "readmit_gate_slot_wrong_verifications": "the gate's own memory, shown on its page",
@@ -114,6 +115,10 @@ class TestPanel:
         assert panel["fieldConfig"]["defaults"]["unit"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["targets"]
+
+    def test_is_of_a_kind_that_grafana_has_from_10_to_13(self, panel: dict[str, Any]) -> None:
+        assert panel["type"] in ("bargauge", "heatmap", "stat", "state-timeline", "table", "timeseries")
+        assert "alert" not in panel, "alerts of panels went with Grafana 11"
 
     def test_links_to_a_runbook(self, panel: dict[str, Any]) -> None:
         (link,) = panel["links"]
