@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import resource
 import signal
@@ -25,6 +26,7 @@ from weightcache import paths
 from weightcache.deposit import Deposit
 from weightcache.errors import ConfigError, ResourceError, WeightCacheError
 from weightcache.forecast import Forecast
+from weightcache.frames import NOBODY
 from weightcache.gpu_watch import Finding, GpuWatch, NvmlError
 from weightcache.journal import Journal, boot_id
 from weightcache.journal.owner import own
@@ -70,6 +72,13 @@ def _bind(path: Path) -> socket.socket:
     listener.bind(os.fspath(path))
     listener.listen(BACKLOG)  # from now on clients wait, instead of finding a socket that nobody listens on
     return listener
+
+
+def _unbind(path: Path, bound: int) -> None:
+    """Remove the socket, unless its name is another's by now: whoever removes our files also removes our lock's name."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.lstat().st_ino == bound:
+            path.unlink()
 
 
 def lock(path: Path) -> int:
@@ -208,7 +217,7 @@ async def run(options: argparse.Namespace) -> None:
     handed = listen_fds()
     path = paths.checked_socket_path(Path(options.socket)) if options.socket else paths.socket_path()
     paths.private_dir(path.parent)
-    engine = _engine(options.until_pid) if options.until_pid else None
+    engine = _engine(options.until_pid) if options.until_pid is not None else None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock(path))
         _raise_descriptor_limit()
@@ -251,6 +260,7 @@ async def _serve(
     past = recall(journal)
     residency.adopt(kept.generations, past, boot_id())
     listener = kept.listener or _bind(path)
+    bound = path.stat().st_ino  # noqa: ASYNC240 - nobody is served yet
     server = Server(path, listener, residency, frozenset({os.geteuid(), *allowed}))
     for name, descriptor in kept.leases:
         server.adopt_lease(name, descriptor, past.leases.get(name))
@@ -279,7 +289,7 @@ async def _serve(
         await server.stop()
         listener.close()
         if not deposit.active:
-            path.unlink(missing_ok=True)  # noqa: ASYNC240 - nobody is served any more
+            _unbind(path, bound)
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
@@ -307,8 +317,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--socket", help="where to listen (default: cache.sock in the runtime folder)")
     options.add_argument("--metrics", default="127.0.0.1:9464", help="HOST:PORT of /metrics")
     options.add_argument("--capacity", type=_size, help="limit of resident bytes, such as 120GiB (default: none)")
-    options.add_argument("--journal", type=Path, help="the journal (default: in the state folder)")
-    options.add_argument("--spans", type=Path, help="OTLP-JSON lines file (default: spans.jsonl beside the journal)")
+    options.add_argument("--journal", type=_file, help="the journal (default: in the state folder)")
+    options.add_argument("--spans", type=_file, help="OTLP-JSON lines file (default: spans.jsonl beside the journal)")
     options.add_argument(
         "--slo",
         type=_objectives,
@@ -321,10 +331,33 @@ def parser() -> argparse.ArgumentParser:
         default=KEPT_DAYS,
         help=f"how long events stay in the journal (default: {KEPT_DAYS})",
     )
-    options.add_argument("--allow-uid", type=int, action="append", default=[], help="a further uid that may connect")
-    options.add_argument("--until-pid", type=int, help="end when this process ends")
+    options.add_argument("--allow-uid", type=_uid, action="append", default=[], help="a further uid that may connect")
+    options.add_argument("--until-pid", type=_pid, help="end when this process ends")
     options.add_argument("--log-format", choices=FORMATS, help="of the log (default: $READMIT_LOG_FORMAT, or text)")
     return options
+
+
+def _file(text: str) -> Path:
+    if not Path(text).name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
+    return Path(text)
+
+
+def _number(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+    return int(text)
+
+
+def _pid(text: str) -> int:
+    return _number(text, 1, (1 << 22) - 1)
+
+
+def _uid(text: str) -> int:
+    uid = _number(text, 0, (1 << 32) - 2)
+    if uid == NOBODY:
+        raise argparse.ArgumentTypeError(f"{NOBODY} is what any uid unknown to a user namespace looks like: who is it?")
+    return uid
 
 
 def _objectives(text: str) -> Objectives:
@@ -339,7 +372,7 @@ def _days(text: str) -> float:
         days = float(text)
     except ValueError:
         days = 0.0
-    if days < 1:
+    if not 1 <= days < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days from 1")
     return days
 

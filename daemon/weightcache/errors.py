@@ -56,9 +56,9 @@ class WeightCacheError(Exception):
         super().__init__(reason, message)
 
     def __str__(self) -> str:
-        parts = [self.message.rstrip(".")]
-        if self.expected is not None or self.found is not None:
-            parts[0] += f": expected {self.expected}, found {self.found}"
+        both = (("expected", self.expected), ("found", self.found))
+        values = ", ".join(f"{which} {value}" for which, value in both if value is not None)
+        parts = [f"{self.message.rstrip('.')}: {values}" if values else self.message.rstrip(".")]
         if self.remedy:
             parts.append(self.remedy.rstrip("."))
         return ". ".join(parts) + "."

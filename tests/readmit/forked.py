@@ -38,7 +38,8 @@ class Forks:
             argv: a module and its arguments.
             env: its environment.
             output: the file that gets what it says.
-            changes: ``file_limit``, the most bytes that any file of it may have; ``uid``, who runs it.
+            changes: ``file_limit``, the most bytes that any file of it may have; ``open_files``, how many it may have open;
+                ``uid``, who runs it.
         """
         self._output = output
         self._say({"argv": list(argv), "env": dict(env), "output": str(output), **changes})
@@ -72,6 +73,8 @@ def _run(request: Mapping[str, Any]) -> int:
     os.environ.update(request["env"])
     if "file_limit" in request:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"],) * 2)
+    if "open_files" in request:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (request["open_files"],) * 2)
     if "uid" in request:
         os.setresgid(*[request["uid"]] * 3)
         os.setresuid(*[request["uid"]] * 3)

@@ -112,6 +112,10 @@ CASES = {
         faults.ended_and_back, WORKER, 0, "",
         after([EXITED, STARTED], missed("residency_lost", "keeper_lost", then="published")),
     ),
+    "B10 no descriptor for the arena": Case(
+        faults.nothing_wrong, ENGINE, 1, "Raise the limit of open files", missed("resource", "descriptors"),
+        changes={"open_files": 12},
+    ),
     "B14 a socket of yesterday": Case(faults.nobody_listens, WORKER, 1, "nobody listens", missed("refused")),
     "B14 a load under way, which fails": Case(
         faults.somebody_loads, WORKER, 0, "", after([RELEASED], missed("daemon_loading", then="published"))

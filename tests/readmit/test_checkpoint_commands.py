@@ -109,3 +109,13 @@ def test_there_is_no_identity_of_what_cannot_be(tmp_path: Path, options: list[st
 def test_no_path_is_not_the_present_folder(tmp_path: Path) -> None:
     done = readmit(tmp_path, "preflight", "", "--json")
     assert (done.returncode, json.loads(done.stderr)["reason"]) == (2, "folder_missing")
+
+
+@pytest.mark.parametrize(
+    "options", [["--wait", "nan"], ["--wait", "-1"], ["--wait", "1e12"], ["--command", "'"], ["--command", ""]]
+)
+def test_a_load_that_cannot_be_asked_for_is_a_matter_of_usage(tmp_path: Path, options: list[str]) -> None:
+    model = [] if "--command" in options else [tmp_path]
+    done = readmit(tmp_path, "load", *model, *options)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert options[0] in done.stderr

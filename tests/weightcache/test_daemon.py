@@ -70,6 +70,17 @@ def test_a_second_daemon_leaves_the_first_alone(cache: Cache) -> None:
     assert cache.pid() == first.pid
 
 
+def test_an_old_owner_that_exits_late_leaves_its_successors_socket(cache: Cache) -> None:
+    """Somebody swept the folder, lock and all, so that both daemons own the name."""
+    old = cache.start()
+    for path in list(cache.runtime_dir.iterdir()):
+        path.unlink()
+    new = cache.start("--metrics", "127.0.0.1:0")
+    old.terminate()
+    ended(old, 0)
+    assert cache.pid() == new.pid
+
+
 def test_a_stopped_daemon_is_not_dead(cache: Cache) -> None:
     first = cache.start()
     first.send_signal(signal.SIGSTOP)
@@ -144,6 +155,12 @@ def test_a_path_too_long_for_a_socket_is_refused_first(cache: Cache) -> None:
         (["--capacity", "much"], "is not a size"),
         (["--capacity", "-1GiB"], "expected one argument"),
         (["--capacity", "inf"], "is not a size"),
+        (["--until-pid", "-1"], "is not a number"),
+        (["--until-pid", "0"], "is not a number"),
+        (["--allow-uid", "-1"], "is not a number"),
+        (["--allow-uid", "65534"], "unknown to a user namespace"),
+        (["--journal", "/"], "is not the name of a file"),
+        (["--journal-days", "nan"], "is not a number of days"),
     ],
 )
 def test_a_setting_that_cannot_work_stops_it_before_it_touches_anything(

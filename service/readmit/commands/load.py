@@ -23,7 +23,7 @@ from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.errors import ProtocolError, ResourceError
 
 TpSize = Annotated[int, typer.Option("--tp-size", min=1, help="Ranks that share the model: one load worker for each.")]
-Wait = Annotated[float, typer.Option("--wait", help="Seconds until it is given up.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, max=messages.MAX_WAIT_S, help="Seconds until it is given up.")]
 
 
 def load(
@@ -44,7 +44,7 @@ def load(
     if command is not None and (tp_size > 1 or dtype is not None):
         raise typer.BadParameter("--tp-size and --dtype are for a model; the command has its own")
     if command is not None:
-        workers = [shlex.split(command)]
+        workers = [_words(command)]
     else:
         workers = _workers(sys.executable, offline(engine), str(model), dtype, tp_size)
     done = _load_all(workers, wait_s, socket)
@@ -87,6 +87,16 @@ def prepare(
     }
     facts["both_fit"] = not facts["evicted"]
     typer.echo(json.dumps(facts, indent=1) if as_json else _told(facts))
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise typer.BadParameter(f"--command cannot be read as a shell would: {error}") from error
+    if not words:
+        raise typer.BadParameter("--command is empty")
+    return words
 
 
 def _told(facts: dict[str, Any]) -> str:
