@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from readmit.gate.operator import order
 from readmit.where import Where
 from weightcache.episodes import Episode
 from weightcache.episodes.state import resumed
+from weightcache.errors import ConfigError
 from weightcache.journal import Context, Journal
 from weightcache.telemetry.gpus import GpuTime
 
@@ -70,6 +72,24 @@ def account(recoveries: Sequence[Recovered]) -> str:
     saved = [it.saved for it in recoveries if it.saved is not None]
     than = f", {sum(saved):.4f} saved against cold starts" if saved else ""
     return f"{said}: {sum(it.lost for it in recoveries):.4f} GPU-hours{than}"
+
+
+def check_asked(where: Where, slot: str) -> None:
+    """See that a recovery of a slot can end at all.
+
+    Raises:
+        ConfigError: ``drained``: the gate asks its engine nothing, so no answer of it would be found correct.
+    """
+    try:
+        slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
+    except ConfigError:  # no gate here
+        return
+    if any(it["slot"] == slot and it["state"] == "draining" for it in slots):
+        raise ConfigError(
+            "drained",
+            f"slot {slot} is drained, so nobody asks its engine for answers, and its recovery would not end",
+            remedy=f"readmit drain {slot} --undo first",
+        )
 
 
 def wait(where: Where, episode_id: str) -> Recovered:

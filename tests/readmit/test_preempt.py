@@ -1,6 +1,7 @@
 """``readmit preempt``: an engine yields, its weights stay, and it comes back on them."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +49,25 @@ def test_an_engine_yields_and_comes_back_on_resident_weights(node: Node) -> None
     assert "it has not yielded" in node.readmit("preempt", "a", "--resume").stderr
 
 
-def test_only_engines_yield(node: Node) -> None:
+def test_only_engines_yield_and_who_is_drained_is_not_waited_for(node: Node) -> None:
     node.start("up")
     wait_for(node.ready, "the gate lets traffic in")
+    assert node.readmit("drain", "a", "--force").returncode == 0
+    for words in (("restart", "a", "--wait"), ("restart", "a", "--wait", "--json")):
+        waited = node.readmit(*words)
+        assert waited.returncode == 2
+        assert "readmit drain a --undo" in waited.stderr
+    assert len(node.replay().episodes) == 1, "it was not restarted"
     refused = node.readmit("preempt", "daemon")
     assert refused.returncode == 2
     assert "expected a, found daemon" in refused.stderr
+
+
+def test_who_is_interrupted_says_what_is_left_behind(node: Node) -> None:
+    node.start("up")
+    wait_for(node.ready, "the gate lets traffic in")
+    waiting = node.start("preempt", "a", "--for", "3600")
+    wait_for(lambda: node.children()["a"]["state"] == "stopped", "the engine has yielded")
+    status, _, said = node.end(waiting, signal.SIGINT)
+    assert status != 0
+    assert "a stays away until readmit preempt a --resume" in said

@@ -8,7 +8,7 @@ import typer
 
 from readmit.commands import Json, application, tell
 from readmit.commands.restart import child
-from readmit.recovered import Recovered, wait
+from readmit.recovered import Recovered, check_asked, wait
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
 from weightcache.keeper.control import ask
@@ -36,10 +36,13 @@ def command(
     where = Where.find(config)
     facts: dict[str, Any] = {"slot": slot}
     if not resume:
-        facts["yielded_s"] = round(_yield(where, slot), 3)
-        tell(f"{slot} has yielded after {facts['yielded_s']:.2f} s", as_json=as_json)
-    if pause is not None:
-        time.sleep(pause)
+        try:
+            facts["yielded_s"] = round(_yield(where, slot), 3)
+            tell(f"{slot} has yielded after {facts['yielded_s']:.2f} s", as_json=as_json)
+            time.sleep(pause or 0)
+        except KeyboardInterrupt:
+            typer.echo(f"{slot} stays away until readmit preempt {slot} --resume", err=True)
+            raise
     if resume or pause is not None:
         recovered = _resume(where, slot)
         facts |= recovered.to_dict()
@@ -64,6 +67,7 @@ def _resume(where: Where, slot: str) -> Recovered:
     """Start the engine again and wait for the end of that recovery."""
     if child(where, slot, "engine")["state"] != "stopped":
         raise _refused(slot, "it has not yielded", "readmit restart restarts an engine that runs")
+    check_asked(where, slot)
     return wait(where, ask(where.runtime_dir, {"restart": slot, "cause": "preempted"})["episode"])
 
 

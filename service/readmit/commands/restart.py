@@ -12,7 +12,7 @@ import typer
 from readmit.commands import Json, application, tell
 from readmit.config import DEFAULT_FILE, load
 from readmit.node import renewed_spec, spec_in_place
-from readmit.recovered import LIMIT_S, wait
+from readmit.recovered import LIMIT_S, check_asked, wait
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
 from weightcache.keeper.control import ask
@@ -56,6 +56,8 @@ def command(
         tell(reexec(where, config), as_json=as_json)
     else:
         before = child(where, slot)
+        if wait_for_it:
+            check_asked(where, slot)
         episode: str | None = ask(where.runtime_dir, {"restart": slot, "cause": cause}).get("episode")
         facts["episode"] = episode
         tell(f"{slot} is restarting" + (f", episode {episode}" if episode else ""), as_json=as_json)
