@@ -20,7 +20,8 @@ from tests.observability.figures import (
     budgets,
     burn,
     clocked,
-    gpu_hours,
+    gpu_lost,
+    gpu_saved,
     hit_rate,
     label,
     late_or_failed,
@@ -35,6 +36,7 @@ from tests.observability.figures import (
     rent,
     slo_events,
     slot_share,
+    standbys,
     started,
     tail,
     takeovers,
@@ -204,8 +206,8 @@ MONTHLY: Final[Mapping[str, Answer]] = {
     "readmit-recovery/Mean recovery by path and phase/A": lambda f: above(f.by("path phase", _PHASE_MEANS)),
     "readmit-recovery/Amdahl: share of a cold recovery that loads weights/A": lambda f: {(): load_share(f)},
     "readmit-recovery/Amdahl: the limit/A": lambda f: {(): 1 / (1 - load_share(f))},
-    "readmit-recovery/GPU-hours lost to recoveries/A": lambda f: gpu_hours(f, "r.seconds"),
-    "readmit-recovery/GPU-hours saved by hits/A": lambda f: gpu_hours(f, "(path = 'hit')"),
+    "readmit-recovery/GPU-hours lost to recoveries/A": gpu_lost,
+    "readmit-recovery/GPU-hours saved by hits/A": gpu_saved,
     "readmit-recovery/Recoveries by cause/A": lambda f: f.recovered("cause", "cause"),
     "readmit-cache/Misses by reason and detail/A": lambda f: f.events("reason detail", f"{REASON}, {DETAIL}", MISSED),
     "readmit-cache/Publications and releases/A": lambda f: members(
@@ -219,9 +221,7 @@ MONTHLY: Final[Mapping[str, Answer]] = {
     ),
     "readmit-cache/Mean seconds to have the weights/A": lambda f: f.by("path", _LOAD_MEANS),
     "readmit-cache/Rent, GiB-hours/A": rent,
-    "readmit-cache/GPU-hours of standbys not held/A": lambda f: f.one(
-        "SELECT count(*) FROM generations WHERE json_extract(config, '$.device_capability') IS NOT NULL"
-    ),
+    "readmit-cache/GPU-hours of standbys not held/A": standbys,
     "readmit-cache/Daemon starts/A": lambda f: members(
         f.by("how", "SELECT how, count(*) FROM daemons WHERE at_ns > :since AND at_ns <= :now GROUP BY 1"),
         label(how="started"),

@@ -262,37 +262,73 @@ def hit_rate(facts: Facts, minutes: float) -> float:
     return counts.get(label(result="hit"), 0) / sum(counts.values())
 
 
+_PIECES: Final = """
+WITH edges AS (
+  SELECT g.id, begin_ns AS at_ns FROM generations g UNION SELECT generation_id, begin_ns FROM leases
+  UNION SELECT generation_id, end_ns FROM leases WHERE end_ns IS NOT NULL
+  UNION SELECT id, coalesce(end_ns, :now) FROM generations
+  UNION SELECT id, :since FROM generations UNION SELECT id, :now FROM generations
+), cut AS (
+  SELECT id, at_ns AS begin_ns, lead(at_ns) OVER (PARTITION BY id ORDER BY at_ns) AS end_ns FROM edges
+), pieces AS (
+  SELECT bytes, (p.end_ns - p.begin_ns) / 1e9 AS seconds, json_extract(config, '$.device_capability') AS gpu,
+         CASE WHEN EXISTS (SELECT 1 FROM leases l WHERE l.generation_id = p.id AND l.begin_ns <= p.begin_ns
+                           AND coalesce(l.end_ns, 9e18) >= p.end_ns) THEN 'leased' ELSE 'idle' END AS use
+  FROM cut p JOIN generations g USING (id)
+  WHERE p.end_ns <= coalesce(g.end_ns, :now) AND p.begin_ns >= g.begin_ns AND p.begin_ns >= :since AND p.end_ns <= :now
+)
+"""
+"""The month of each resident generation, cut where its first lease begins or its last one ends."""
+
+
 def rent(facts: Facts) -> Found:
     """GiB-hours of the month, leased by an engine or idle."""
-    query = """
-    WITH edges AS (
-      SELECT g.id, begin_ns AS at_ns FROM generations g UNION SELECT generation_id, begin_ns FROM leases
-      UNION SELECT generation_id, end_ns FROM leases WHERE end_ns IS NOT NULL
-      UNION SELECT id, coalesce(end_ns, :now) FROM generations
-      UNION SELECT id, :since FROM generations UNION SELECT id, :now FROM generations
-    ), pieces AS (
-      SELECT id, at_ns AS begin_ns, lead(at_ns) OVER (PARTITION BY id ORDER BY at_ns) AS end_ns FROM edges
+    return facts.by(
+        "use", f"{_PIECES} SELECT use, sum(bytes * seconds) / 1024 / 1024 / 1024 / 3600 FROM pieces GROUP BY 1"
     )
-    SELECT CASE WHEN EXISTS (SELECT 1 FROM leases l WHERE l.generation_id = p.id AND l.begin_ns <= p.begin_ns
-                             AND coalesce(l.end_ns, 9e18) >= p.end_ns) THEN 'leased' ELSE 'idle' END,
-           sum(1.0 * bytes * (p.end_ns - p.begin_ns)) / 1e9 / 1024 / 1024 / 1024 / 3600
-    FROM pieces p JOIN generations g USING (id)
-    WHERE p.end_ns <= coalesce(g.end_ns, :now) AND p.begin_ns >= g.begin_ns AND p.begin_ns >= :since
-      AND p.end_ns <= :now
-    GROUP BY 1
+
+
+def standbys(facts: Facts) -> Found:
+    """GPU-hours that a hot standby of every engine on resident weights would have held."""
+    return facts.one(f"{_PIECES} SELECT sum(seconds) / 3600 FROM pieces WHERE gpu IS NOT NULL AND use = 'leased'")
+
+
+_GPUS: Final = (
+    "coalesce((SELECT CASE WHEN json_extract(config, '$.device_capability') IS NULL THEN 0 "
+    "ELSE json_extract(config, '$.tp_size') * json_extract(config, '$.pp_size') END "
+    "FROM lookups l WHERE l.node = r.node AND l.slot = r.slot AND config IS NOT NULL AND l.at_ns <= r.closed_ns "
+    "ORDER BY l.id DESC LIMIT 1), 0)"
+)
+"""How many GPUs the engine of a recovery has; none on a CPU."""
+
+
+def gpu_lost(facts: Facts) -> Found:
+    """GPU-hours of the month's recoveries."""
+    return facts.one(f"SELECT sum({_GPUS} * r.seconds) / 3600 FROM recoveries r WHERE closed_ns > :since")
+
+
+def gpu_saved(facts: Facts) -> Found:
+    """GPU-hours that hits spared, against the mean of the cold starts before them that compare."""
+    query = f"""
+    WITH starts AS (
+      SELECT r.node, r.path, r.seconds, r.closed_ns, {_GPUS} AS gpus, (
+               SELECT json_array(json_extract(config, '$.checkpoint_digest'), json_extract(config, '$.dtype'),
+                                 json_extract(config, '$.tp_size'), json_extract(config, '$.engine'))
+               FROM lookups l WHERE l.node = r.node AND l.episode = r.episode ORDER BY l.id DESC LIMIT 1) AS weights, (
+               SELECT json_array(json_extract(attributes, '$.starting_state.page_cache'),
+                                 json_extract(attributes, '$.starting_state.compile_cache'),
+                                 json_extract(attributes, '$.starting_state.kernel_cache'))
+               FROM e WHERE e.node = r.node AND e.episode = r.episode AND kind = 'attempt_start'
+               ORDER BY e.id LIMIT 1) AS state
+      FROM recoveries r WHERE outcome = 'ready' AND r.node IN (
+        SELECT node FROM lookups WHERE json_extract(config, '$.device_capability') IS NOT NULL)
+    )
+    SELECT sum(gpus * max(0, (
+             SELECT avg(c.seconds) FROM starts c WHERE (c.node, c.weights, c.state) = (s.node, s.weights, s.state)
+             AND c.path IN ('miss', 'off') AND c.closed_ns < s.closed_ns) - seconds)) / 3600
+    FROM starts s WHERE path IN ('hit', 'standby') AND closed_ns > :since
     """
-    return facts.by("use", query)
-
-
-def gpu_hours(facts: Facts, number: str) -> Found:
-    """GPUs of each engine times a number of seconds; none for an engine on a CPU."""
-    gpus = (
-        "SELECT CASE WHEN json_extract(config, '$.device_capability') IS NULL THEN 0 "
-        "ELSE json_extract(config, '$.tp_size') * json_extract(config, '$.pp_size') END "
-        "FROM lookups l WHERE l.node = r.node AND l.slot = r.slot AND config IS NOT NULL AND l.at_ns <= r.closed_ns "
-        "ORDER BY l.id DESC LIMIT 1"
-    )
-    return facts.one(f"SELECT sum(coalesce(({gpus}), 0) * {number}) / 3600 FROM recoveries r WHERE closed_ns > :since")
+    return facts.one(query)
 
 
 def load_share(facts: Facts) -> float:

@@ -1,4 +1,4 @@
-"""Forty days of four nodes, made of recorded journals: only ids and times are shifted.
+"""Forty days of five nodes, made of recorded journals: only ids and times are shifted.
 
 The events go through the real replay, accounts, forecast and collector; what that exports is written as OpenMetrics at
 the times of imagined scrapes. Everything is sampled around recoveries and every two hours, and what moves by itself,
@@ -46,13 +46,15 @@ CLOCKS: Final = (
 )
 NODES: Final = {
     "demo": (2, 11, 21, 33),
+    "gpu": (3, 8, 15, 22, 28, 36),
     "pair": (1, 6, 11, 14, 17, 20, 23, 26, 29, 32, 35, 38),
     "twins": (4, 10, 16, 22, 27, 34),
     "ranks": (3, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29),
 }
 """On these days each node's recording begins anew."""
-LATER_S: Final = {"demo": 15}
-"""So many seconds into the day, so that a scrape falls into the ten of them in which a phase was stuck."""
+LATER_S: Final = {"demo": 15, "gpu": 21_600}
+"""So many seconds into the day: so that a scrape falls into the ten of them in which a phase was stuck, and so that
+whole days before what is examined nothing happens."""
 GIVEN_UP: Final = {"ranks": (10, 35)}
 """On these days it begins as well, and is left when its keeper has given up: nobody came to restart the engine."""
 GIVEN_UP_AFTER_S: Final = 108

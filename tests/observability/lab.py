@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,18 @@ ROOT = Path(__file__).parents[2]
 class Lab(Place):
     """One node; `configure` it, then `up`."""
 
-    def configure(self, *slots: str, node: str = "lab", limit: int = 5) -> None:
+    def configure(
+        self, *slots: str, node: str = "lab", limit: int = 5, engine: Sequence[str] = (), model: str = "tiny"
+    ) -> None:
+        """Write the node's file.
+
+        Args:
+            slots: their names.
+            node: its name.
+            limit: of attempts.
+            engine: a command other than that of `ENGINE`, as in ``readmit.toml``,
+            model: and its model.
+        """
         self.slots = slots
         self.gate_port, self.metrics_port = free_port(), free_port()
         self.ports = {slot: free_port() for slot in slots}
@@ -48,9 +60,10 @@ class Lab(Place):
             "drain_notice_s = 0.1",
         ]
         for slot, port in self.ports.items():
-            command = [sys.executable, str(ENGINE), str(port), str(self._script(slot))]
+            ours = [sys.executable, str(ENGINE), str(port), str(self._script(slot))]
+            command = list(engine) or ours
             environment = f'{{PYTHONPATH = "{ROOT}", OMP_NUM_THREADS = "1"}}'
-            lines += ["[[slot]]", f'name = "{slot}"', f'url = "http://127.0.0.1:{port}"', 'model = "tiny"']
+            lines += ["[[slot]]", f'name = "{slot}"', f'url = "http://127.0.0.1:{port}"', f'model = "{model}"']
             lines += [f"command = {json.dumps(command)}", f"env = {environment}", f"limit = {limit}"]
             lines += ["backoff_s = [0, 0.2, 0.5]"]
         (self.folder / "readmit.toml").write_text("\n".join(lines) + "\n")

@@ -2,16 +2,18 @@
 
 Every run is real: keeper, daemon, gate and engines are processes, and faults are signals. What is written is the
 journal, an event a line, with this machine's folders replaced, as it is while the node still runs. ``demo.jsonl`` is
-what ``make demo`` left, written out the same way.
+what ``make demo`` left, written out the same way; ``gpu.jsonl`` was recorded on an NVIDIA H200.
 """
 
 import json
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.fixtures import checkpoints
 from tests.observability.lab import ROOT, Lab
 from tests.readmit.nodes import place, wait_for
 
@@ -53,12 +55,7 @@ def ranks(lab: Lab) -> None:
     lab.tell("a", barred="awq")
     lab.fault("a")
     lab.tell("a", barred=None)
-    pids = [child["pid"] for child in lab.children().values()]
-    process.send_signal(signal.SIGKILL)
-    for pid in pids:
-        lab.signal(pid)
-    process.communicate()
-    lab.up()
+    lose_weights(lab, process)
     lab.until_closed("a", 5)
     lab.fault("a")
     lab.tell("a", die=["graph_capture"] * 4)
@@ -80,7 +77,43 @@ def twins(lab: Lab) -> None:
     lab.rest(5)
 
 
-SCENARIOS: dict[str, Callable[[Lab], None]] = {"pair": pair, "ranks": ranks, "twins": twins}
+def gpu(lab: Lab, device: str = "cuda") -> None:
+    """The reference engine on a GPU: a cold start, crashes, the daemon's death, an upgrade, weights lost, a crash."""
+    model = checkpoints.with_tokenizer(checkpoints.plain(lab.folder / "model"))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"word{number}": number for number in range(2, checkpoints.VOCABULARY)}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))  # every token is a text now
+    engine = [sys.executable, "-m", "readmit.engine", "{model}", "--port", "{port}", "--device", device]
+    engine += ["--served-model-name", "tiny", "--weight-cache"]
+    lab.configure("a", node="gpu", engine=[*engine, "client"], model=str(model))
+    port = str(lab.ports["a"])
+    with subprocess.Popen([word.format(model=model, port=port) for word in (*engine, "off")]) as good:
+        probes = ["probe", "record", f"http://127.0.0.1:{port}", "--by", "tokens", "--out", "probes.json"]
+        recorded = lab.readmit(*probes)
+        good.kill()
+    assert recorded.returncode == 0, recorded.stderr
+    process = lab.up()
+    lab.until_closed("a", 1)
+    for also in ((), (), ("daemon",)):
+        lab.fault("a", *also)
+    planned(lab, "a", "upgrade")
+    lose_weights(lab, process)
+    lab.until_closed("a", 6)
+    lab.fault("a")
+    lab.rest(5)
+
+
+SCENARIOS: dict[str, Callable[[Lab], None]] = {"pair": pair, "ranks": ranks, "twins": twins, "gpu": gpu}
+
+
+def lose_weights(lab: Lab, keeper: subprocess.Popen[str]) -> None:
+    """Kill all that holds them at once, and start anew."""
+    pids = [child["pid"] for child in lab.children().values()]
+    keeper.send_signal(signal.SIGKILL)
+    for pid in pids:
+        lab.signal(pid)
+    keeper.communicate()
+    lab.up()
 
 
 def planned(lab: Lab, slot: str, cause: str) -> None:
