@@ -13,10 +13,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.trace import StatusCode
 from tests.fixtures.collector import Collector
 from tests.fixtures.story import BOOT_WALL, SECOND, Story, recovery
+from tests.readmit.nodes import wait_for
 
 from weightcache.episodes import Replay
 from weightcache.journal import Context, Journal
 from weightcache.telemetry import Telemetry
+from weightcache.telemetry.exporter import sinks
+from weightcache.telemetry.health import Health
 from weightcache.telemetry.otlp_json import encode
 from weightcache.telemetry.spans import attempt_id, root_id, spans_of
 
@@ -166,23 +169,58 @@ class TestFile:
         assert self.traces(journal) == ["1" * 32, "2" * 32]
 
 
+def understood(spans):
+    """Spans of OTLP-JSON without what is not said of them, and without how a link's flags are written."""
+    kept = [{key: value for key, value in span.items() if value not in ("", 0, [], {})} for span in spans]
+    for span in kept:
+        span["attributes"] = {it["key"]: it["value"] for it in span["attributes"]}
+        span["status"] = {key: value for key, value in span.get("status", {}).items() if value}
+        span["links"] = [(link["traceId"], link["spanId"]) for link in span.get("links", ())]
+        span.pop("flags", None)
+    return sorted(kept, key=lambda span: span["spanId"])
+
+
 class TestCollector:
     def test_gets_each_recovery_and_none_of_the_past(self, tmp_path, monkeypatch):
+        """What it has understood is what the file says, span by span: ids, times, attributes, links, errors."""
         collector = Collector()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         journal = Journal(tmp_path / "journal.sqlite3", checkpoints=True)
         recovery(episode="1" * 32).tell(journal)
         telemetry = Telemetry(journal, RESIDENTS)
         telemetry.step()
-        recovery(episode="2" * 32).tell(journal)
+        lost = Story(episode="2" * 32).open(0, previous="1" * 32).say(0, "attempt_start", attempt=1)
+        lost.lookup(1, "miss", reason="fingerprint", detail="engine", differences=[{"field": "engine"}])
+        lost.phase("load_weights", 1, rank=0).say(4, "process", "exited", attempt=1, process="engine", signal=9)
+        for story in (lost.close(9, "abandoned"), recovery(episode="3" * 32)):
+            story.tell(journal)
         telemetry.step()
-        assert collector.arrived.wait(60)
+        place = tmp_path / "spans.jsonl.otlp-position"
+        wait_for(lambda: place.exists() and int(place.read_text()) == journal.last_id(), "both recoveries are sent")
         telemetry.close()
+        _, *lines = (tmp_path / "spans.jsonl").read_text().splitlines()
+        written = [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"] for line in lines]
+        wait_for(lambda: sum(map(len, collector.traces().values())) >= sum(map(len, written)), "they have arrived")
+        arrived = collector.traces()
         collector.close()
-        ((path, request),) = collector.requests
-        assert path == "/v1/traces"
-        assert request.resource_spans[0].scope_spans[0].spans[0].trace_id.hex() == "2" * 32
-        assert int((tmp_path / "spans.jsonl.otlp-position").read_text()) == journal.last_id()
+        assert list(arrived) == ["2" * 32, "3" * 32]
+        assert list(map(understood, arrived.values())) == list(map(understood, written))
+
+    @pytest.mark.parametrize(
+        ("variables", "names"),
+        [
+            ({}, ["file", "otlp"]),
+            ({"OTEL_SDK_DISABLED": "True"}, ["file"]),
+            ({"OTEL_TRACES_EXPORTER": "none"}, ["file"]),
+            ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, ["file"]),
+        ],
+    )
+    def test_is_sent_nothing_where_the_environment_says_so(self, tmp_path, variables, names):
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", **variables}
+        found = sinks(tmp_path / "spans.jsonl", 0, Health(), environ)
+        assert [sink.name for sink in found] == names
+        for sink in found:
+            sink.close()
 
     @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://name-that-does-not-resolve.invalid:4318", None])
     def test_one_that_is_dead_or_mute_delays_nothing_and_loses_nothing(self, tmp_path, endpoint):

@@ -52,7 +52,9 @@ def sinks(spans_path: Path, last_id: int, health: Health, environ: Mapping[str, 
         environ: names the collector, as the OpenTelemetry specification says.
     """
     found: list[Sink] = [FileSink(spans_path, last_id, health)]
-    if any(environ.get(name) for name in _ENDPOINTS):
+    # As the specification of OpenTelemetry's variables has it.
+    disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
+    if not disabled and any(environ.get(name) for name in _ENDPOINTS):
         found.append(CollectorSink(spans_path.with_name(spans_path.name + ".otlp-position"), last_id, health))
     return found
 
