@@ -107,7 +107,7 @@ limit = 0
 
     def until_ready_after(self, pid: int) -> None:
         """Wait until another engine than this one is let in."""
-        wait_for(lambda: self.ready() and self.children()["a"]["pid"] not in (None, pid), "another engine is let in")
+        wait_for(lambda: self.children()["a"]["pid"] not in (None, pid) and self.ready(), "another engine is let in")
 
     def until_closed(self) -> None:
         wait_for(lambda: not self.replay().open_episodes, "the recovery is closed")
@@ -340,11 +340,12 @@ def test_each_recovery_is_one_trace(node: Node, collector: Collector) -> None:
         attempts = [span for span in spans if span["name"] == "attempt"]
         assert len(attempts) == len(episode.attempts)
 
-    def collected() -> dict[str, int]:
-        spans = [it.resource_spans[0].scope_spans[0].spans for path, it in collector.requests if path == "/v1/traces"]
-        return {here[0].trace_id.hex(): len(here) for here in spans}
+    def collected() -> dict[str, set[str]]:
+        return {trace: {span["spanId"] for span in spans} for trace, spans in collector.traces().items()}
 
-    told = {episode.id: len(spans) for episode, spans in zip(replay.episodes, found, strict=True)}
+    told = {
+        episode.id: {span["spanId"] for span in spans} for episode, spans in zip(replay.episodes, found, strict=True)
+    }
     wait_for(lambda: collected() == told, "the collector has got the same")
 
 
