@@ -86,7 +86,7 @@ def _gate(busy: bool) -> Values:
             slot.enter(state, "engine_started")
         slot.open(Lease(None, None, None, 0, overridden=True))
         slot.wrong_while_ready = 1
-        metrics.cost(slot, SimpleNamespace(private_bytes=1, kv_tokens=1))  # type: ignore[arg-type]
+        metrics.cost(slot, SimpleNamespace(private_bytes=1, gpu_bytes=1, kv_tokens=1))  # type: ignore[arg-type]
         metrics.in_flight.inc()
         metrics.override_ends.set(1)
     metrics.fleet([slot], admitting=True, probe_set_suspect=busy)
