@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,45 @@ def test_a_model_on_the_hub_is_its_snapshot_of_the_revision_that_is_asked_for(
     _, loader = load(vllm_config, daemon)
     folder = loader.folder(model_config)
     assert (folder.root, folder.revision) == (str(repository / "snapshots" / ("b" * 40)), "b" * 40)
+
+
+def computes(how: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the model look at tensors while it is built, as one does that maps the experts of a rank."""
+    build = vllm_loader.initialize_model
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        how()
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(vllm_loader, "initialize_model", built)
+
+
+def test_a_model_that_looks_at_what_it_computes_as_it_is_built_hits_all_the_same(
+    vllm_config: VllmConfig, daemon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def map_experts() -> list[int]:
+        return torch.where(torch.full((4,), 3) != -1)[0].tolist()
+
+    computes(map_experts, monkeypatch)
+    layers = vllm_config.compilation_config.static_forward_context
+    for path in ("miss", "hit"):
+        layers.clear()
+        model, loader = load(vllm_config, daemon)
+        assert loader.outcome is not None
+        assert loader.outcome.path == path
+        assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_that_needs_memory_to_be_built_is_loaded_from_disk_and_says_why(
+    vllm_config: VllmConfig, daemon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computes(lambda: torch.empty(4).tolist(), monkeypatch)
+    model, loader = load(vllm_config, daemon)
+    assert loader.outcome is not None
+    assert (loader.outcome.path, loader.outcome.reason) == ("miss", "state_unrestorable")
+    assert "without memory" in (loader.outcome.message or "")
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    assert generations(daemon) == []
 
 
 @pytest.fixture

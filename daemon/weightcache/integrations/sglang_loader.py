@@ -34,7 +34,7 @@ from weightcache.fingerprint import CacheConfig, stable_hash
 from weightcache.identity import computed_from
 from weightcache.integrations.loader_options import read_options
 from weightcache.integrations.model_folder import digest_before, model_folder, require_unchanged
-from weightcache.integrations.skeleton import become, nbytes
+from weightcache.integrations.skeleton import become, build, nbytes
 from weightcache.integrations.torch_names import capability_name, dtype_name
 from weightcache.journal import Journal
 
@@ -113,9 +113,12 @@ class _Load:
         name, revision = self._model_config.model_path, self._model_config.revision
         download_dir = self._loader.load_config.download_dir
         folder = model_folder(name, revision, download_dir, lambda: self._loader.download_model(self._model_config))
-        with self._journal.phase("load_weights.skeleton"), torch.device("meta"):
-            self._model = self._build()
         miss = barred(self._model_config, folder)
+        try:
+            with self._journal.phase("load_weights.skeleton"):
+                self._model = build(self._build, self._target)
+        except CacheMiss as refused:
+            miss = refused
         with self._journal.phase("load_weights.match"):
             digest = digest_before(folder, shared=miss is None)
 

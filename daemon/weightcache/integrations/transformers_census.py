@@ -18,7 +18,7 @@ from weightcache.errors import WeightCacheError
 from weightcache.identity import know_digest
 from weightcache.integrations.transformers import cache_config, from_pretrained, skeleton
 from weightcache.integrations.transformers_form import Form
-from weightcache.integrations.transformers_loading import telling
+from weightcache.integrations.transformers_loading import require_complete, telling
 from weightcache.parity import Report, take_census
 
 
@@ -26,13 +26,18 @@ def load_plainly(folder: Folder, dtype: torch.dtype) -> Any:
     """The model as it is without a cache: loaded by transformers itself, where that needs no GPU.
 
     Raises:
+        CheckpointError: ``tensor_missing`` or ``geometry``, where the files are not what the architecture needs.
         ConfigError: ``architecture``: it cannot be loaded here.
     """
     if not Form.of(folder).is_whole_and_plain:
         return from_pretrained(folder, dtype=dtype)[0]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with telling(folder):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder.root, dtype=dtype)
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder.root, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    require_complete(Checkpoint.open(folder), told)
+    return model
 
 
 def logits_of(model: Any) -> torch.Tensor:

@@ -107,7 +107,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # reported here and refused below, where transformers would go on at random
             output_loading_info=True,
         )
-    _require_complete(checkpoint, report)
+    require_complete(checkpoint, report)
     model.config.name_or_path = model.name_or_path = like.name_or_path
     if hasattr(like.config, "quantization_config"):
         model.config.quantization_config = like.config.quantization_config
@@ -184,7 +184,16 @@ def telling(folder: Folder) -> Iterator[None]:
         ) from error
 
 
-def _require_complete(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
+def require_complete(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
+    """Check that transformers found all it needs: it goes on with random numbers otherwise, and only mentions it.
+
+    Args:
+        checkpoint: what it read.
+        report: its ``output_loading_info``.
+
+    Raises:
+        CheckpointError: ``tensor_missing`` or ``geometry``.
+    """
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if missing:
         raise CheckpointError(

@@ -33,7 +33,7 @@ from weightcache.fingerprint import CacheConfig
 from weightcache.identity import digest_of
 from weightcache.integrations.loader_options import read_options
 from weightcache.integrations.model_folder import digest_before, model_folder, require_unchanged
-from weightcache.integrations.skeleton import become, nbytes
+from weightcache.integrations.skeleton import become, build, nbytes
 from weightcache.integrations.vllm_identity import barred, cache_config, is_draft
 from weightcache.journal import Journal
 
@@ -178,11 +178,12 @@ class _Load:
             )
         folder = self._loader.folder(self.model_config)
         forget = _forgetting(self._vllm_config)
-        with self._journal.phase("load_weights.skeleton"):
-            with torch.device("meta"):
-                self.model = self._build()
-            _settle(self.model, self._target)
         miss = barred(self._vllm_config, self.model_config, folder)
+        try:
+            with self._journal.phase("load_weights.skeleton"):
+                self.model = build(lambda: _settled(self._build(), self._target), self._target, forget)
+        except CacheMiss as refused:
+            miss = refused
         with self._journal.phase("load_weights.match"):
             digest = digest_before(folder, shared=miss is None)
 
@@ -276,8 +277,8 @@ def _forgetting(vllm_config: VllmConfig) -> Callable[[], None]:
     return forget
 
 
-def _settle(model: nn.Module, target: torch.device) -> None:
-    """Make real what a skeleton holds beside its parameters and buffers and no cache restores."""
+def _settled(model: nn.Module, target: torch.device) -> nn.Module:
+    """A skeleton with all that real which it holds beside its parameters and buffers, and no cache restores."""
     found = walk(model)
     for module in found.modules:
         if "_k_scale_cpu" in module.__dict__:  # constants, which vLLM sets again after loading
@@ -285,6 +286,7 @@ def _settle(model: nn.Module, target: torch.device) -> None:
     for stray in found.strays:
         if stray.tensor.is_meta and stray.tensor.numel() == 0:  # such as KV caches that are still to come
             stray.holder[stray.key] = torch.empty_like(stray.tensor, device=target)
+    return model
 
 
 def told(outcome: Outcome) -> str:
