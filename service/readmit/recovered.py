@@ -74,17 +74,22 @@ def account(recoveries: Sequence[Recovered]) -> str:
     return f"{said}: {sum(it.lost for it in recoveries):.4f} GPU-hours{than}"
 
 
+def is_drained(where: Where, slot: str) -> bool:
+    """Whether the gate gives a slot neither requests nor questions, by an operator's order."""
+    try:
+        slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
+    except ConfigError:  # no gate here
+        return False
+    return any(it["slot"] == slot and it["state"] == "draining" for it in slots)
+
+
 def check_asked(where: Where, slot: str) -> None:
     """See that a recovery of a slot can end at all.
 
     Raises:
-        ConfigError: ``drained``: the gate asks its engine nothing, so no answer of it would be found correct.
+        ConfigError: ``drained``: its engine is asked nothing, so no answer of it would be found correct.
     """
-    try:
-        slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
-    except ConfigError:  # no gate here
-        return
-    if any(it["slot"] == slot and it["state"] == "draining" for it in slots):
+    if is_drained(where, slot):
         raise ConfigError(
             "drained",
             f"slot {slot} is drained, so nobody asks its engine for answers, and its recovery would not end",

@@ -16,7 +16,7 @@ from readmit.commands.restart import child, reexec, up
 from readmit.config import DEFAULT_FILE, load
 from readmit.daemon import ask_daemon
 from readmit.gate.operator import order
-from readmit.recovered import LIMIT_S, Recovered, account, wait
+from readmit.recovered import LIMIT_S, Recovered, account, is_drained, wait
 from readmit.where import ConfigOption, Where
 from weightcache import messages, paths
 from weightcache.checkpoint import Folder
@@ -32,6 +32,8 @@ app = application()
 
 DRAIN_LIMIT_S: Final = 60.0
 """How long requests of an engine that is to be restarted may take to end."""
+PATIENCE_S: Final = 5.0
+"""After so long it is said what is waited for."""
 SETTLED: Final = ("ready", "draining", "stopped")
 """States at the gate of slots that are not on their way to serve."""
 _LOOK_S: Final = 0.1
@@ -123,6 +125,9 @@ class Node:
         if child(self._where, slot)["state"] != "running":
             yield f"{slot} does not run, and is left alone"
             return
+        if is_drained(self._where, slot):
+            yield f"{slot} is drained, and is left alone (readmit drain {slot} --undo, readmit upgrade --only engine)"
+            return
         self._wait_for_rest()
         verdict = self._forecast(slot)
         yield f"{slot} next: {verdict or 'it will map resident weights'}"
@@ -178,10 +183,16 @@ class Node:
 
     def _wait_for_rest(self) -> None:
         """Wait until every slot that runs has been found right: with one on its way, the next would be an outage."""
-        deadline = time.monotonic() + LIMIT_S
+        began, told = time.monotonic(), False
         while on_its_way := self._on_its_way():
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > LIMIT_S:
                 raise _stopped(f"slot {on_its_way} is not ready", "readmit status shows what it does")
+            if waited_s > PATIENCE_S and not told:
+                typer.echo(
+                    f"waiting for {on_its_way}, at most {LIMIT_S:g} s: readmit status shows what it does", err=True
+                )
+                told = True
             time.sleep(_LOOK_S)
 
     def _on_its_way(self) -> str | None:
