@@ -238,7 +238,7 @@ def _path(path: str, episodes: list[Episode], now: int, threshold: float) -> ByP
         worst_episode=worst.id,
         quantiles={name: tell(ready, quantile) for name, quantile in QUANTILES.items()},
         threshold_s=threshold,
-        late=sum(it.age_s(now) > threshold or it.outcome not in (None, "ready") for it in episodes),
+        late=sum(it.age_s(now) > threshold or it.failed for it in episodes),
     )
 
 

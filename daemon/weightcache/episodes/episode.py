@@ -112,6 +112,11 @@ class Episode:
         return self.outcome is None
 
     @property
+    def failed(self) -> bool:
+        """Whether it ended without a correct answer, though nobody had stopped its slot on purpose."""
+        return self.outcome not in (None, "ready") and not self.stopped
+
+    @property
     def domain(self) -> str:
         return domain(self.cause)
 

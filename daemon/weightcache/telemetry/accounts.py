@@ -258,11 +258,10 @@ class Accounts:
         self.recoveries.step(path, episode.outcome, trace=trace)
         self.by_cause.step(episode.cause)
         late = episode.total_s > self._objectives.thresholds_s[path]
-        failed = not ready and not episode.stopped
-        if late or failed:
+        if late or episode.failed:
             self.late.step(path)
         if late or not (episode.stopped or episode.cause in PLANNED_CAUSES):
-            self.budget[path].add(episode.closed_ns, "failed" if failed else "late" if late else "good")
+            self.budget[path].add(episode.closed_ns, "failed" if episode.failed else "late" if late else "good")
         if ready and episode.verified:
             self.readiness.observe(path, value=episode.total_s, trace=trace)
         elif ready:
