@@ -61,17 +61,20 @@ def check_probes(probes: Path | None, unverified_ok: bool) -> None:
             found="none",
             remedy="Record one from a good load (readmit probe record), or accept unverified traffic (unverified_ok)",
         )
-    if probes is not None and not probes.is_file():
+    if probes is None:
+        return
+    files = sorted(probes.glob("*.json")) if probes.is_dir() else [probes] if probes.is_file() else []
+    if not files:
         raise ConfigError(
             "probes",
-            f"the probe file {probes} is not there",
+            f"no probe file is in {probes}" if probes.is_dir() else f"the probe file {probes} is not there",
             remedy="Record it from a good load: readmit probe record URL --out FILE",
             path=str(probes),
         )
-    if probes is not None:
-        from readmit.probes import ProbeSet  # not at the top: only those who start a gate pay for it
+    from readmit.probes import ProbeSet  # not at the top: only those who start a gate pay for it
 
-        ProbeSet.load(probes)
+    for file in files:
+        ProbeSet.load(file)
 
 
 def engine(slot: Slot, env: dict[str, str], runtime_dir: Path) -> Iterator[ChildSpec]:

@@ -31,7 +31,7 @@ def command(
         list[str] | None, typer.Option(help="NAME=URL, in order of preference; repeat for several.")
     ] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 for any free one.")] = "127.0.0.1:8000",
-    probes: Annotated[Path | None, typer.Option(help="The probe file with the golden answers.")] = None,
+    probes: Annotated[Path | None, typer.Option(help="The file with the golden answers, or a folder of such.")] = None,
     unverified_ok: Annotated[
         bool, typer.Option("--unverified-ok", help="Open without golden answers, and say so.")
     ] = False,

@@ -21,6 +21,7 @@ from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
 from readmit.gate.outlook import Outlook
 from readmit.gate.override import Override, Overrides
+from readmit.gate.probe_files import ProbeFiles
 from readmit.gate.problem import Problem
 from readmit.gate.records import Records
 from readmit.gate.recovery import Recoveries
@@ -28,7 +29,7 @@ from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
 from readmit.gate.slots import Slot, Transition
 from readmit.gate.succession import Succession
-from readmit.gate.verifier import ProbeFile, Verifier
+from readmit.gate.verifier import Verifier
 from readmit.gate.watch import Watch
 from weightcache.journal import boottime_ns
 
@@ -63,7 +64,7 @@ class Gate:
         self.settings = settings
         self.metrics = GateMetrics(registry, names)
         self.chronicle = Chronicle(settings.journal, settings.node, names, Records(settings.runtime_dir))
-        self.probes = ProbeFile(settings.probes)
+        self.probes = ProbeFiles(settings.probes)
         self.slots = [
             Slot(slot.name, slot.url, (self._journal, self.metrics.transition, self._follow)) for slot in settings.slots
         ]

@@ -48,7 +48,7 @@ class GateSettings:
         journal: the node's journal, or None to run without (nothing is then supervised).
         runtime_dir: where the keeper's control socket is, or None to ask no keeper for anything.
         cache_socket: the weight cache's socket, or None to ask no daemon for anything.
-        probes: the probe file, or None.
+        probes: the probe file, a folder of them (one for each model that slots may run on), or None.
         unverified_ok: open without golden answers, and say so.
         probe_headers: sent with every golden question, for engines behind a key.
         token_file: holds the token that the page and ``/api`` then ask for, and that orders by TCP need in any case.

@@ -18,7 +18,8 @@ def report(gate: Gate) -> dict[str, Any]:
     """The state of the gate, its slots and the recoveries it remembers, newest first. Times are in seconds."""
     gate.chronicle.poll()
     slots = [_slot(gate, slot) for slot in gate.slots]
-    probe_set = gate.probes.current()
+    serving = gate.choose()
+    probe_set = gate.probes.of(gate.chronicle.weights((serving or gate.slots[0]).name))
     past = [episode for episode in gate.chronicle.replay.episodes if not episode.is_open]
     clock = gate.chronicle.replay.clock.now()
     lasting = gate.chronicle.availability.outage
@@ -29,7 +30,7 @@ def report(gate: Gate) -> dict[str, Any]:
         "node": gate.chronicle.node,
         "ready": gate.ready,
         "draining": gate.draining,
-        "serving": None if (serving := gate.choose()) is None else serving.name,
+        "serving": serving and serving.name,
         "override": _override(gate),
         "in_flight": gate.in_flight,
         "last_request_s": None if gate.last_request_ns is None else _ago_s(gate.last_request_ns),

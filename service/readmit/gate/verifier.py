@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
 from yarl import URL
 
+from readmit.gate.probe_files import ProbeFiles, staleness
 from readmit.gate.process import Engine
 from readmit.probes import Expectation, Interrogation, Probe, ProbeSet, Verdict, served_model
-from weightcache.errors import ConfigError
 from weightcache.journal import boottime_ns
 
 Result = Literal["correct", "wrong", "late", "error", "engine_exited", "foreign_listener", "no_probes", "stale_probes"]
@@ -51,38 +50,8 @@ class Finding(NamedTuple):
         return self.result == "error" and self.verdicts[-1].status in BUSY_STATUSES
 
 
-class ProbeFile:
-    """The probe file, read again when it has changed.
-
-    A file that has become unreadable leaves the last good set in force: a slip of the pen takes nobody out of service.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.error: ConfigError | None = None
-        self._seen: tuple[int, int, int] | None = None
-        self._current: ProbeSet | None = None
-
-    def current(self) -> ProbeSet | None:
-        """The probe set in force, None while there is none; `error` says what is wrong with the file."""
-        if self.path is None:
-            return None
-        try:
-            stat = self.path.stat()
-            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        except OSError:
-            seen = None
-        if seen != self._seen or self._current is None:
-            self._seen = seen
-            try:
-                self._current, self.error = ProbeSet.load(self.path), None
-            except ConfigError as error:
-                self.error = error
-        return self._current
-
-
 class Verifier:
-    """Puts the questions of one probe file.
+    """Puts the questions that belong to an engine's weights.
 
     Args:
         probes: where the questions are.
@@ -90,7 +59,7 @@ class Verifier:
         headers: sent with every question.
     """
 
-    def __init__(self, probes: ProbeFile, unverified_ok: bool, headers: Mapping[str, str]) -> None:
+    def __init__(self, probes: ProbeFiles, unverified_ok: bool, headers: Mapping[str, str]) -> None:
         self.probes = probes
         self._unverified_ok = unverified_ok
         self._headers = headers
@@ -118,13 +87,12 @@ class Verifier:
             asking: called when the first question is about to be put.
         """
         asked_ns = boottime_ns()
-        probe_set = self.probes.current()
+        probe_set = self.probes.of(weights)
         stale = staleness(probe_set, weights) if probe_set is not None else None
         if stale is not None and not overridden:
             return Finding("stale_probes", asked_ns, message=stale)
         if probe_set is None and not (self._unverified_ok or overridden):
-            message = str(self.probes.error or "no probe file is configured")
-            return Finding("no_probes", asked_ns, message=message)
+            return Finding("no_probes", asked_ns, message=self.probes.why_none())
         if (problem := await _stranger(url, engine)) is not None:
             return Finding(problem, asked_ns, message=_EXPLAINED[problem])
         asking()
@@ -152,18 +120,6 @@ class Verifier:
         except (aiohttp.ClientError, OSError) as error:
             return [Verdict.without_answer(SIGN_OF_LIFE, error, 0.0)]
         return [await Interrogation(url, model, self._headers).put(SIGN_OF_LIFE, limit_s)]
-
-
-def staleness(probe_set: ProbeSet, weights: Mapping[str, Any]) -> str | None:
-    """Why a probe set says nothing about these weights, None where nothing is known against it."""
-    for field in ("checkpoint_digest", "quant_method"):
-        recorded, found = getattr(probe_set, field), weights.get(field)
-        if recorded is not None and found is not None and recorded != found:
-            return (
-                f"the golden answers are those of another model: {field} {recorded} recorded, {found} found in the "
-                "engine. Record them anew from a good load of it (readmit probe record)"
-            )
-    return None
 
 
 _DYING_S: Final = 0.1

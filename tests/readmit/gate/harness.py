@@ -149,11 +149,11 @@ class History:
     def states(self, slot: str = "a") -> list[tuple[str, str]]:
         return [(event.name, event.attributes["reason"]) for event in self.events("slot_state", slot)]
 
-    def spawned(self, pid: int, fault_s: float = 0) -> str:
+    def spawned(self, pid: int, fault_s: float = 0, slot: str = "a") -> str:
         """Write what a keeper writes when it starts an engine; returns the episode."""
         engine = Engine.of(pid)
         assert engine is not None
-        where = Context("node", "a", new_episode_id())
+        where = Context("node", slot, new_episode_id())
         fault = {"fault_boottime_ns": boottime_ns() - round(fault_s * 1e9), "fault_clock": "exit"}
         self.journal.append("episode_open", "crash", fault, context=where)
         where = where._replace(attempt=1)
