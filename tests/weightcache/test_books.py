@@ -135,10 +135,11 @@ class Histories(RuleBasedStateMachine):
         self.say("phase_begin", "load_weights", slot=slot, attempt=1, rank=rank, late=late)
         self.say("lookup", result, slot=slot, attempt=1, rank=rank, config=FIELDS, late=late, **facts)
 
-    @rule(slot=slots, outcome=st.sampled_from(["ready", "ready", "abandoned"]))
-    def close_episode(self, slot: str, outcome: str) -> None:
+    @rule(slot=slots, reason=st.sampled_from([None, None, "restarts_exhausted", "stopped"]))
+    def close_episode(self, slot: str, reason: str | None) -> None:
         self.say("phase_end", "load_weights", slot=slot, attempt=1, rank=0)
-        self.say("episode_close", outcome, slot=slot, attempt=1, verified=outcome == "ready")
+        facts = {"reason": reason} if reason else {"verified": True}
+        self.say("episode_close", "abandoned" if reason else "ready", slot=slot, attempt=1, **facts)
 
     @rule(slot=slots, late=st.booleans())
     def engine_ends(self, slot: str, late: bool) -> None:
@@ -152,7 +153,7 @@ class Histories(RuleBasedStateMachine):
     def weights_come_and_go(self, name: str, kind: str) -> None:
         match kind:
             case "publish":
-                self.say("publish", "published", generation=name, bytes=1000, config=FIELDS)
+                self.say("publish", "published", slot="a", generation=name, bytes=1000, config=FIELDS)
             case "release":
                 self.say("release", "evicted", generation=name)
             case "quarantine":
