@@ -93,6 +93,7 @@ def test_with_golden_answers_a_gate_verifies_the_engine(here: Place) -> None:
         (["--url", "http://127.0.0.1:8101", "--", "true"], "so it would never open"),
         (["--url", "http://127.0.0.1:8101", "--probes", "none.json", "--", "true"], "none.json is not there"),
         (["--probes", "none.json", "--", "true"], "--probes needs --url"),
+        (["--engine", "vllm", "--", "true"], "--engine goes with --observe"),
         (
             ["--url", "http://127.0.0.1:8101", "--unverified-ok", "--gate", "80", "--", "true"],
             "the gate's address has no port",

@@ -60,6 +60,8 @@ def command(
     """
     runtime_dir = paths.runtime_dir(create=False)
     url = url or (url_of(command, kind) if observe else None)
+    if kind and not observe:
+        raise ConfigError("usage", "--engine goes with --observe: whose log is read", remedy="Give --observe too")
     if observe and url is None:
         raise ConfigError(
             "usage",
