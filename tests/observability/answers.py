@@ -277,7 +277,9 @@ def _nothing(facts: Facts) -> Found:
 
 ALERTS: Final[Mapping[str, Answer]] = {
     "ReadmitNextStartWouldMiss": lambda f: f.by(
-        "instance slot reason", "SELECT node, slot, reason, 0 FROM verdicts WHERE NOT hit"
+        "instance slot reason",
+        "SELECT node, slot, reason, 0 FROM verdicts v WHERE NOT hit AND NOT EXISTS "
+        "(SELECT 1 FROM slots s WHERE (s.node, s.slot) = (v.node, v.slot) AND state = 'stopped')",
     ),
     "ReadmitRedundancyLost": _redundancy,
     "ReadmitRecoveryOverdue": lambda f: above(

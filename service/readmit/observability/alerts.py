@@ -40,7 +40,8 @@ class Alerts:
         return self._alert(
             "ReadmitNextStartWouldMiss",
             "ticket",
-            'weightcache_next_start_would_hit{reason!="daemon_loading"} == 0',
+            'weightcache_next_start_would_hit{reason!="daemon_loading"} == 0\n'
+            "unless on (job, instance, slot) readmit_slot_wanted == 0",
             f"The next start of {_SLOT} would be a cold one: {{{{ $labels.reason }}}}",
             "Nothing is wrong yet. If the engine died now, the next would load from disk. Make its weights resident.",
             wait="5m",
