@@ -18,7 +18,7 @@ from readmit.commands.daemon import ask
 from readmit.commands.load import prepare, require_room
 from readmit.commands.parity import parity as parity_command
 from weightcache import messages, parity
-from weightcache.errors import CacheMiss, ConfigError, ResourceError
+from weightcache.errors import CacheMiss, CheckpointError, ConfigError, ResourceError
 from weightcache.fingerprint import FIELDS, CacheConfig
 from weightcache.integrations import transformers, transformers_census
 from weightcache.vocabulary import MISS_REASONS
@@ -187,10 +187,10 @@ def test_a_version_that_lays_out_otherwise_is_told_and_not_recorded(
     monkeypatch.setattr(transformers, "LAYOUT", "transformers-next")
     load = transformers.transformers.AutoModelForCausalLM.from_pretrained
 
-    def otherwise(*arguments: object, **options: object) -> nn.Module:
-        loaded = load(*arguments, **options)
+    def otherwise(*arguments: object, **options: object) -> tuple[nn.Module, object]:
+        loaded, told = load(*arguments, **options)
         loaded.model.layers[0].mlp.up_proj.weight.data.mul_(2)
-        return loaded
+        return loaded, told
 
     monkeypatch.setattr(transformers.transformers.AutoModelForCausalLM, "from_pretrained", otherwise)
     code, report = run(folder, "--socket", socket, "--record")
@@ -209,6 +209,26 @@ def test_an_arena_made_here_needs_no_daemon(
     assert (code, report["equal"], report["logits_equal"], report["disparities"]) == (0, True, True, [])
     assert report["compared"] == "an arena made here"
     assert report["config"]["quant_method"] == ("fp8" if make is checkpoints.fp8 else "none")  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 3}, "tensor_missing"),
+        ({"vocab_size": 511}, "geometry"),
+        ({"model_type": "bert"}, "tensor_missing"),
+    ],
+)
+def test_what_is_in_no_file_is_not_equal_to_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], reason: str
+) -> None:
+    """transformers would go on with random numbers, and an arena would hold them faithfully."""
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    folder = checkpoints.plain(tmp_path / "t", **changes)
+    for load in (lambda: run(folder), lambda: transformers_census.report(str(folder), None)):
+        with pytest.raises(CheckpointError) as caught:
+            load()
+        assert caught.value.reason == reason
 
 
 def test_what_cannot_be_loaded_here_is_an_error_and_no_difference(

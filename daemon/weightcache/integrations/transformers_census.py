@@ -33,9 +33,10 @@ def load_plainly(folder: Folder, dtype: torch.dtype) -> Any:
         return from_pretrained(folder, dtype=dtype)[0]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with telling(folder):
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder.root, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
         )
+    model, told = loaded
     require_complete(Checkpoint.open(folder), told)
     return model
 

@@ -65,7 +65,7 @@ def _compare_loads(model: str, dtype: str | None, socket: Path | None, record: b
     from weightcache.checkpoint import Checkpoint
     from weightcache.client import attach
     from weightcache.identity import know_digest
-    from weightcache.integrations.transformers import cache_config, skeleton
+    from weightcache.integrations.transformers import cache_config, from_pretrained, skeleton
     from weightcache.integrations.transformers_census import load_plainly, logits_of
 
     checkpoint = Checkpoint.open(model)
@@ -76,9 +76,9 @@ def _compare_loads(model: str, dtype: str | None, socket: Path | None, record: b
     if socket is not None:
         asked = _with_resident_layout(wanted, socket)
         attach(mapped, asked, socket=socket, policies=dict.fromkeys(MISS_REASONS, "fail"), verify=1.0)
+    else:
+        _through_an_arena(from_pretrained(checkpoint.folder, dtype=plain_dtype)[0], mapped, wanted)
     plain = load_plainly(checkpoint.folder, plain_dtype).eval()
-    if socket is None:
-        _through_an_arena(plain, mapped, wanted)
     expected, found = census.take_census(plain), census.take_census(mapped)
     differing = census.disparities(expected, found)
     same_logits = not differing and torch.equal(logits_of(plain), logits_of(mapped))
