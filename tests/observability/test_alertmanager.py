@@ -64,10 +64,11 @@ NODES = [f"n{number}" for number in range(100)]
 
 
 def test_a_roll_out_over_a_hundred_nodes_makes_one_notification(route: Routed) -> None:
-    """Every node starts cold, and every one would again; somebody is paged, once."""
+    """Every node starts cold, has one slot less for minutes, and would start cold again; somebody is paged, once."""
     cold = [firing("ReadmitColdStart", instance=node, reason="fingerprint") for node in NODES]
     next_ = [firing("ReadmitNextStartWouldMiss", instance=node, slot="a", reason="fingerprint") for node in NODES]
-    told = route(firing("ReadmitColdStartsAcrossFleet"), *cold, *next_, notifications=1)
+    fewer = [firing("ReadmitRedundancyLost", instance=node) for node in NODES]
+    told = route(firing("ReadmitColdStartsAcrossFleet"), *cold, *next_, *fewer, notifications=1)
     assert told == [("/page", {"ReadmitColdStartsAcrossFleet"}, 1)]
 
 
