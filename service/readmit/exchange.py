@@ -11,6 +11,9 @@ from yarl import URL
 ANSWER_BYTES_LIMIT: Final = 1 << 20
 """No answer to a probe is longer; what is, comes from something that is no completions API."""
 
+BROKEN_OFF: Final = ("abort", "error")
+"""How vLLM and SGLang end a completion that they could not carry on; what there is of it may look right."""
+
 
 class Answer(msgspec.Struct, frozen=True):
     """What an engine said: its text, and tokens with log-probabilities where they were asked for."""
@@ -53,13 +56,15 @@ async def exchange(method: str, url: URL, headers: Mapping[str, str] | None, bod
 
 
 def answer_of(reply: Any) -> Answer:
-    """The answer in a completion.
+    """The answer in a completion: the one choice that was asked for, carried to its end.
 
     Raises:
         NoCompletion: it is none.
     """
     try:
-        choice = reply["choices"][0]
+        (choice,) = reply["choices"]
+        if reply.get("error") or choice.get("finish_reason") in BROKEN_OFF:
+            raise NoCompletion(f"an error, and status 200: {short(reply)}")
         marks = choice.get("logprobs")
         return msgspec.convert(
             {
@@ -69,7 +74,7 @@ def answer_of(reply: Any) -> Answer:
             },
             Answer,
         )
-    except (LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # msgspec.ValidationError is a ValueError
         raise NoCompletion(f"no completion: {short(reply)}") from error
 
 

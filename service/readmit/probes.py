@@ -322,6 +322,10 @@ def judge(probe: Probe, answer: Answer, seconds: float) -> Verdict:
     return Verdict(probe.name, "wrong", seconds, expected=str(probe.expect), found=found)
 
 
+_ROUNDED: Final = 0.01
+"""No logarithm of a probability is above 0 by more than this."""
+
+
 def _difference(expect: Expectation, answer: Answer) -> str | None:
     if expect.text is not None:
         return None if answer.text == expect.text else repr(answer.text)
@@ -335,7 +339,7 @@ def _difference(expect: Expectation, answer: Answer) -> str | None:
     if len(found) != len(expect.logprobs):
         return f"{len(found)} log-probabilities"
     for index, (ours, theirs) in enumerate(zip(expect.logprobs, found, strict=True)):
-        if theirs is None or not math.isfinite(theirs) or abs(ours - theirs) > expect.tolerance:
+        if theirs is None or not -math.inf < theirs < _ROUNDED or abs(ours - theirs) > expect.tolerance:
             return f"log-probability {theirs} of token {index}, recorded as {ours} (tolerance {expect.tolerance:g})"
     return None
 

@@ -14,6 +14,7 @@ from tests.readmit.gate.harness import ScriptedEngine, ending, free_port, probe_
 from typer.testing import CliRunner
 
 from readmit.commands.probe import app
+from readmit.exchange import NoCompletion, answer_of
 from readmit.probes import Answer, Expectation, Interrogation, Probe, ProbeSet, judge, record
 from weightcache.errors import ConfigError
 
@@ -53,7 +54,7 @@ def test_each_kind_of_expectation_compares(expect: Expectation, result: str) -> 
     assert verdict(expect) == result
 
 
-@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.3, None])
 def test_a_log_probability_that_is_no_number_is_wrong(logprob: float | None) -> None:
     expect = Expectation(tokens=(" Paris",), logprobs=(-0.1,), tolerance=1e9)
     assert verdict(expect, Answer(" Paris", (" Paris",), (logprob,))) == "wrong"
@@ -90,6 +91,22 @@ async def test_what_is_no_completion_is_an_error(engine: ScriptedEngine) -> None
     for answer in (None, 7, ["x"]):
         engine.tell(answer=answer)
         assert (await Interrogation(engine.url, "scripted").put(probe, 30)).result == "error"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": [{"text": " Paris"}], "error": {"message": "out of memory", "code": 500}},
+        {"choices": [{"text": " Paris", "finish_reason": "abort"}]},
+        {"choices": [{"text": " Paris"}, {"text": " London"}]},
+        {"choices": []},
+        {"error": {"message": "out of memory", "code": 500}},
+    ],
+    ids=["error-beside-text", "aborted", "two-answers", "no-answer", "error"],
+)
+def test_an_error_with_status_200_is_an_error(reply: dict[str, Any]) -> None:
+    with pytest.raises(NoCompletion):
+        answer_of(reply)
 
 
 async def test_questions_end_with_the_first_that_gets_no_answer_but_not_with_a_wrong_one(
