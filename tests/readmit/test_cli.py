@@ -1,6 +1,7 @@
 """The root of the command line: quick, complete, and clear when it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from tests.readmit.nodes import Place, place
 
 from readmit.cli import COMMANDS, _group
+from readmit.commands import user
 from weightcache.version import VERSION
 
 HEAVY = {"torch", "transformers", "fastapi", "aiohttp", "pydantic", "prometheus_client", "opentelemetry", "rich"}
@@ -146,3 +148,13 @@ def test_status_without_a_keeper_says_so(here: Place) -> None:
     assert here.readmit("status", "--alive").returncode == 1
     assert here.left_behind() == []
     assert not here.state_dir.exists()
+
+
+def test_in_a_container_an_operator_may_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert user() == f"uid {os.getuid()}"

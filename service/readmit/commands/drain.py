@@ -1,13 +1,12 @@
 """``readmit drain``: send a slot's requests elsewhere, and take it back."""
 
-import getpass
 import json
 import time
 from typing import Annotated, Any, Final
 
 import typer
 
-from readmit.commands import Json, application
+from readmit.commands import Json, application, user
 from readmit.gate.operator import order
 from readmit.where import ConfigOption, Where
 
@@ -29,13 +28,13 @@ def command(
 
     Refuses where no other slot is ready. Exits 1 when requests are still under way at the end of the limit.
     """
-    where, user = Where.find(config), getpass.getuser()
+    where, by = Where.find(config), {"user": user()}
     path = f"/api/slots/{slot}/drain"
     if undo:
-        facts = order(where.runtime_dir, "DELETE", path, {"user": user})
+        facts = order(where.runtime_dir, "DELETE", path, by)
         told = f"{slot} is asked again, and takes requests once it answers correctly"
     else:
-        facts = _drained(where, slot, order(where.runtime_dir, "POST", path, {"user": user, "force": force}), limit)
+        facts = _drained(where, slot, order(where.runtime_dir, "POST", path, {**by, "force": force}), limit)
         left = facts["in_flight"]
         told = f"{slot} is drained" if not left else f"{slot} takes no more requests, but {left} are still under way"
     typer.echo(json.dumps(facts) if as_json else told)

@@ -1,6 +1,5 @@
 """``readmit gate``: run the gate, or have it let engines in for a while whatever they answer."""
 
-import getpass
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from readmit.commands import application
+from readmit.commands import application, user
 from readmit.gate.operator import order
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.where import ConfigOption, Where
@@ -121,14 +120,14 @@ def override_command(
     The journal keeps who said so and why; /readyz, the status page and a metric show it while it lasts. When it ends,
     whoever was let in by it must answer correctly or leave.
     """
-    where, user = Where.find(config), getpass.getuser()
+    where, by = Where.find(config), {"user": user()}
     if lift:
-        order(where.runtime_dir, "DELETE", "/api/override", {"user": user})
+        order(where.runtime_dir, "DELETE", "/api/override", by)
         typer.echo("the override is lifted")
         return
     if ttl is None or reason is None:
         raise typer.BadParameter("an override has a --ttl and a --reason (or --lift ends one)")
-    wanted = {"ttl_s": _seconds(ttl), "reason": reason, "user": user}
+    wanted = {"ttl_s": _seconds(ttl), "reason": reason, **by}
     answer = order(where.runtime_dir, "POST", "/api/override", wanted)
     typer.echo(f"engines that answer are let in whatever they answer, for {answer['ttl_s']:g} s")
 

@@ -1,6 +1,5 @@
 """``readmit upgrade``: replace a node's processes by the installed release, one after the other, under traffic."""
 
-import getpass
 import json
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from readmit.commands import Json, application, tell
+from readmit.commands import Json, application, tell, user
 from readmit.commands.restart import child, reexec, up
 from readmit.config import DEFAULT_FILE, load
 from readmit.daemon import ask_daemon
@@ -149,9 +148,9 @@ class Node:
     @contextmanager
     def _drained(self, slot: str) -> Iterator[None]:
         """Send a slot's requests elsewhere for the block, and let those under way end, where another slot is ready."""
-        path, user = f"/api/slots/{slot}/drain", {"user": getpass.getuser()}
+        path, by = f"/api/slots/{slot}/drain", {"user": user()}
         try:
-            facts = order(self._where.runtime_dir, "POST", path, {**user, "force": False})
+            facts = order(self._where.runtime_dir, "POST", path, {**by, "force": False})
         except ConfigError:  # no gate here, or no other slot: then requests wait, or are told to
             yield
             return
@@ -163,7 +162,7 @@ class Node:
                 facts = next(it for it in slots if it["slot"] == slot)
             yield
         finally:
-            order(self._where.runtime_dir, "DELETE", path, user)
+            order(self._where.runtime_dir, "DELETE", path, by)
 
     def _forecast(self, slot: str) -> str | None:
         """Why a slot's next start would not map resident weights, None if it would.

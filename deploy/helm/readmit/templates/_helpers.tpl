@@ -29,13 +29,16 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* Of a container whose keeper, if it has one, keeps its things in the folder named. */}}
+{{/* Of a container whose keeper, if it has one, keeps its things in the folder named. An image seldom knows a user of this
+number, and torch asks for a name and a home: compiled kernels stay there. */}}
 {{- define "readmit.env" -}}
 - {name: READMIT__NODE__NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
 - {name: READMIT_RUNTIME, value: /run/readmit/{{ . }}}
 - {name: READMIT__NODE__RUNTIME_DIR, value: /run/readmit/{{ . }}}
 - {name: READMIT_STATE, value: /var/lib/readmit/state}
 - {name: READMIT_LOG_FORMAT, value: json}
+- {name: USER, value: readmit}
+- {name: HOME, value: /var/lib/readmit/home}
 {{- end }}
 
 {{- define "readmit.mounts" -}}
