@@ -10,7 +10,7 @@ from readmit.where import Where
 from weightcache.episodes import Episode
 from weightcache.episodes.state import resumed
 from weightcache.errors import ConfigError
-from weightcache.journal import Context, Journal
+from weightcache.journal import Journal
 from weightcache.telemetry.gpus import GpuTime
 
 LIMIT_S: Final = 1800.0
@@ -98,8 +98,17 @@ def check_asked(where: Where, slot: str) -> None:
 
 
 def wait(where: Where, episode_id: str) -> Recovered:
-    """Wait until an episode has ended, at most `LIMIT_S`."""
-    journal, time_of = Journal(where.journal, Context.from_environment()), GpuTime()
+    """Wait until an episode has ended, at most `LIMIT_S`.
+
+    Raises:
+        ConfigError: ``journal_unreadable``.
+    """
+    with where.reading() as journal:
+        return _wait(journal, episode_id)
+
+
+def _wait(journal: Journal, episode_id: str) -> Recovered:
+    time_of = GpuTime()
     snapshot = journal.furthest_snapshot()
     replay = resumed(snapshot, keep=None)
     if snapshot is not None:

@@ -1,11 +1,16 @@
 """Where the node that a command asks about keeps its things."""
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from weightcache import paths
+from weightcache.errors import ConfigError
+from weightcache.journal import Context, Journal
 from weightcache.slo import Objectives
 
 ConfigOption = Annotated[
@@ -35,3 +40,24 @@ class Where(NamedTuple):
 
         node = load(config)
         return cls(node.node.runtime_dir, node.node.state_dir, node.journal, node.objectives)
+
+    @contextmanager
+    def reading(self) -> Iterator[Journal]:
+        """The journal, to be read in the block.
+
+        Raises:
+            ConfigError: ``journal_unreadable``: it is damaged, or not to be opened.
+        """
+        journal = Journal(self.journal, Context.from_environment())
+        try:
+            yield journal
+        except sqlite3.Error as error:
+            raise ConfigError(
+                "journal_unreadable",
+                f"the journal {self.journal} cannot be read",
+                found=str(error),
+                remedy="A running weight cache daemon sets a damaged journal aside and goes on with what can be read",
+            ) from error
+        finally:
+            with suppress(sqlite3.Error):
+                journal.close()

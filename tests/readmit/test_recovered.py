@@ -1,11 +1,13 @@
 """What an ordered restart cost, in GPU-hours: the published cold start, and the recovery that resident weights gave."""
 
+import json
+import random
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from readmit.commands import logs
+from readmit.commands import logs, report, status
 from readmit.recovered import account, wait
 from readmit.where import Where
 from weightcache.episodes.state import resumed
@@ -95,3 +97,21 @@ def test_one_recovery_is_told_by_its_own_events(tmp_path: Path) -> None:
     for id_, why in (("a", "a names 2 recoveries"), ("d", "d names no recovery"), ("%", "% names no recovery")):
         with pytest.raises(ConfigError, match=why):
             CliRunner().invoke(logs.app, ["--episode", id_], env=environment, catch_exceptions=False)
+
+
+def test_a_damaged_journal_is_said_and_hides_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = tmp_path / "journal.sqlite3"
+    journal.write_bytes(random.Random(1).randbytes(9000))
+    for name, value in (("JOURNAL", journal), ("STATE", tmp_path), ("RUNTIME", tmp_path / "r")):
+        monkeypatch.setenv(f"READMIT_{name}", str(value))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir(mode=0o700)
+    shown = CliRunner().invoke(status.app, ["--json"], catch_exceptions=False)
+    assert shown.exit_code == 1
+    assert json.loads(shown.stdout)["children"] == []
+    for command in (logs.app, report.app):
+        with pytest.raises(ConfigError, match="cannot be read") as said:
+            CliRunner().invoke(command, ["--episode", "a"] if command is logs.app else [], catch_exceptions=False)
+        assert said.value.reason == "journal_unreadable"
+    with pytest.raises(ConfigError, match="sets a damaged journal aside"):
+        wait(Where(tmp_path, tmp_path, journal, Objectives()), "1" * 32)

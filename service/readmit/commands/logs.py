@@ -13,7 +13,7 @@ from readmit.report import last_words
 from readmit.where import ConfigOption, Where
 from weightcache.episodes import Episode, Replay
 from weightcache.errors import ConfigError
-from weightcache.journal import Context, Event, Journal
+from weightcache.journal import Event, Journal
 from weightcache.keeper.output import TAIL_LINES
 
 app = application()
@@ -63,19 +63,19 @@ def command(
 
 def _print_recovery(where: Where, folder: Path, id_: str) -> None:
     """The last words of the engine whose end began a recovery, and of those that ended in it."""
-    journal = Journal(where.journal, Context.from_environment())
-    found = journal.query(_OPENINGS, id_.lower()) if id_ else []
-    if len(found) != 1:
-        raise ConfigError(
-            "no_episode",
-            f"{id_} names no recovery" if not found else f"{id_} names {len(found)} recoveries",
-            expected="the episode_id or trace_id of a 503, or the beginning of one in readmit report",
-            found=id_,
-            remedy="readmit report lists recoveries and what is kept of their engines",
-        )
-    episode = _episode(journal, found[0])
-    earlier = journal.query(_OPENINGS, episode.previous) if episode.previous else []
-    before = _episode(journal, earlier[0]) if earlier else None
+    with where.reading() as journal:
+        found = journal.query(_OPENINGS, id_.lower()) if id_ else []
+        if len(found) != 1:
+            raise ConfigError(
+                "no_episode",
+                f"{id_} names no recovery" if not found else f"{id_} names {len(found)} recoveries",
+                expected="the episode_id or trace_id of a 503, or the beginning of one in readmit report",
+                found=id_,
+                remedy="readmit report lists recoveries and what is kept of their engines",
+            )
+        episode = _episode(journal, found[0])
+        earlier = journal.query(_OPENINGS, episode.previous) if episode.previous else []
+        before = _episode(journal, earlier[0]) if earlier else None
     ended = [(before, before.attempt)] if before and before.attempt else []
     ended += [(episode, attempt) for attempt in episode.attempts if attempt.outcome not in (None, "ready")]
     for whose, attempt in ended:

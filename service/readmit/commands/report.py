@@ -2,7 +2,6 @@
 
 import json
 import re
-import sqlite3
 import time
 from collections.abc import Iterator
 from typing import Annotated, Final
@@ -17,7 +16,6 @@ from readmit.commands.tables import table, titled
 from readmit.report import Group, Report, build
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
-from weightcache.journal import Context, Journal
 from weightcache.starting_state import COMPARED
 from weightcache.vocabulary import PHASES, SUB_PHASES, UNATTRIBUTED
 
@@ -44,22 +42,10 @@ def command(
             found=f"nothing at {where.journal}",
             remedy="Start something with readmit, or name the journal in READMIT_JOURNAL",
         )
-    try:
-        since_ns = None if since is None else time.time_ns() - _seconds(since) * 1_000_000_000
-        report = build(
-            Journal(where.journal, Context.from_environment()),
-            since_ns=since_ns,
-            slot=slot,
-            output=where.state_dir / "output",
-            objectives=where.objectives,
-        )
-    except sqlite3.Error as error:
-        raise ConfigError(
-            "journal_unreadable",
-            f"the journal {where.journal} cannot be read",
-            found=str(error),
-            remedy="A running weight cache daemon sets a damaged journal aside and goes on with what can be read",
-        ) from error
+    since_ns = None if since is None else time.time_ns() - _seconds(since) * 1_000_000_000
+    with where.reading() as journal:
+        output = where.state_dir / "output"
+        report = build(journal, since_ns=since_ns, slot=slot, output=output, objectives=where.objectives)
     if slot is not None and not report.slots:
         raise ConfigError(
             "no_such_slot",

@@ -12,7 +12,6 @@ from readmit.where import ConfigOption, Where
 from weightcache.episodes import Replay
 from weightcache.episodes.state import resumed
 from weightcache.errors import ConfigError
-from weightcache.journal import Context, Journal
 from weightcache.keeper.control import ask
 from weightcache.keeper.state import read
 from weightcache.process import Process
@@ -40,9 +39,12 @@ def command(
     if alive:
         typer.echo(json.dumps({"pid": keeper["pid"], "problem": problem}) if as_json else problem or "a keeper answers")
         raise typer.Exit(1 if problem else 0)
-    journal = Journal(where.journal, Context.from_environment())
-    replay = resumed(journal.furthest_snapshot())
-    replay.catch_up(journal)
+    try:
+        with where.reading() as journal:
+            replay = resumed(journal.furthest_snapshot())
+            replay.catch_up(journal)
+    except ConfigError as error:
+        replay, problem = Replay(), problem or str(error)
     gate = _gate(where)
     for child in keeper["children"]:
         child["recovery"] = _recovery(replay, child["name"]) if child["role"] == "engine" else None
