@@ -77,4 +77,5 @@ def test_what_stops_answering_the_question_is_out_though_it_answers_others(
             return ask(gate.url, "Something else") == 200
 
         until(lambda: not still_in(), "the gate to shut")
-        assert ("suspect", "hang") in History(tmp_path / "journal.sqlite3").states()
+        history = History(tmp_path / "journal.sqlite3")
+        until(lambda: ("suspect", "hang") in history.states(), "the journal to say why")
