@@ -60,9 +60,8 @@ def measure(device: str, kills: int, journal: Path) -> dict[str, Any]:
         finally:
             keeper.terminate()
             keeper.wait(60)
-        with contextlib.closing(sqlite3.connect(folder / "state" / "journal.sqlite3")) as source:
-            source.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            source.execute("VACUUM INTO ?", (str(journal),))
+            with contextlib.closing(sqlite3.connect(folder / "state" / "journal.sqlite3")) as source:
+                source.execute("VACUUM INTO ?", (str(journal),))
     return found
 
 

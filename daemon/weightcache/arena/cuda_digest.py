@@ -162,11 +162,12 @@ class Kernel:
         sums.launch()
         return functools.partial(_collect, sums, moved)
 
-    def launch(self, first: int, tiles: int, table: torch.Tensor, stream: int) -> None:
+    def launch(self, first: int, tiles: int, table: torch.Tensor) -> None:
         """Start on so many tiles of a table of `Sums`."""
         pointer, column = table.data_ptr(), table.shape[1] * 8
         arguments = [pointer, pointer + column, pointer + 2 * column, table.shape[1], pointer + 3 * column, first]
         arguments += [0] * (self._image.parameters - len(arguments))
+        stream = torch.cuda.current_stream(table.device).cuda_stream
         self._driver.launch(self._function, tiles, self._image.threads, self._image.shared, stream, arguments)
 
 
@@ -189,9 +190,6 @@ class Sums:
         columns = [addresses, lengths, self._last_tiles - tiles, torch.zeros_like(lengths)]
         self._table = torch.stack(columns).to(device)
         self._launched = 0
-        self.collected = False
-        # The one whose caller collects. A thread that launches has another.
-        self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
     def launch(self, mapped: int | None = None) -> None:
         """Start on the rows that end at or before an address and are not begun; on all that are left if None."""
@@ -200,12 +198,11 @@ class Sums:
             rows = int(torch.searchsorted(self._furthest, mapped, right=True))
         tiles = int(self._last_tiles[rows - 1]) if rows else 0
         if tiles > self._launched:
-            self._kernel.launch(self._launched, tiles - self._launched, self._table, self._stream)
+            self._kernel.launch(self._launched, tiles - self._launched, self._table)
             self._launched = tiles
 
     def collect(self) -> bytes:
         """Wait for the digests, once every row was begun: `SIZE` bytes each, end to end."""
-        self.collected = True
         found = self._table[3].cpu()
         return bytes(tensor_memory(found))  # hosts of NVIDIA GPUs are little-endian
 

@@ -8,9 +8,7 @@ A read-only mapping guards against accidents: a kernel that writes into it fails
 bytes stay. It does not guard against a process that takes the descriptor and maps it writable.
 """
 
-import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import threading
@@ -209,6 +207,7 @@ class CudaVmmWriter:
     def seal(self) -> list[int]:
         """Make the mapping read-only; the chunks' descriptors, owned by the caller, hold the bytes from now on."""
         self._reach(self.size)
+        self._give_back()
         try:
             self._driver.synchronize()
             self._range.protect()
@@ -225,12 +224,15 @@ class CudaVmmWriter:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
+    def _give_back(self) -> None:
+        """Make room with what the weights moved so far have left in torch's cache."""
+        if self._bytes is not None and self._bytes.is_cuda:
+            torch.cuda.empty_cache()
+
     def _reach(self, end: int) -> None:
         while self._range.mapped < end:
             size = self._sizes[len(self._range.sizes)]
-            # What the weights moved so far have left in torch's cache makes room for the next chunk.
-            if self._bytes is not None and self._bytes.is_cuda:
-                torch.cuda.empty_cache()
+            self._give_back()
             try:
                 handle = self._driver.create(size, self._range.device)
                 try:
@@ -287,81 +289,36 @@ class CudaVmmMapping:
         self._row_lengths: list[int] | None = None
         self._rows = rows
         self._sums: cuda_digest.Sums | None = None
-        self._failure: BaseException | None = None
-        self._rest: threading.Thread | None = None
         steps = _steps(len(manifest.chunks))
-        chunks = enumerate(zip(descriptors, manifest.chunks, strict=True))
-        rest: list[tuple[int, int, int]] = []
         try:
-            for index, (descriptor, size) in itertools.islice(chunks, steps[0]):
-                self._map(index, self._import(index, descriptor, size), size)
-            self._range.protect()
-            self._bytes = self._range.tensor()
-            if rows is not None:
-                self._sums = cuda_digest.ahead(self._bytes, *self._extents(manifest, rows), self._driver)
-            self._verify_mapped()
-            for index, (descriptor, size) in chunks:
-                rest.append((index, self._import(index, descriptor, size), size))
-        except DriverError as error:
-            self._give_up(rest)
-            raise miss_of(error, "the arena cannot be mapped") from error
-        except CacheMiss:
-            self._give_up(rest)  # at once: the error's traceback keeps this object for as long as somebody has it
-            raise
-        if rest:
-            self._rest = threading.Thread(target=self._map_rest, args=(rest, steps), name="weightcache-map")
-            self._rest.start()
-
-    def views(self, manifest: Manifest) -> Iterator[torch.Tensor]:
-        """See `MappedArena.views`. It ends once everything is mapped, or raises what making this object may raise."""
-        yield from views(self._bytes, manifest, self._lengths(manifest))
-        self._wait()
-
-    def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
-        sums = self._sums
-        if sums is None or sums.collected or rows != self._rows:
-            self._wait()
-            return cuda_digest.start(self._bytes, *self._extents(manifest, rows), self._driver)
-
-        def collect() -> bytes:
-            self._wait()
-            return sums.collect()
-
-        return collect
-
-    def _map_rest(self, chunks: list[tuple[int, int, int]], steps: list[int]) -> None:
-        """Map the other chunks while tensors are made, in a thread: the driver is at it without Python's lock."""
-        try:
-            if self._bytes.is_cuda:
-                torch.cuda.set_device(self._bytes.device)  # gives this thread the context of the others
-            while chunks:
-                index, handle, size = chunks.pop(0)
-                self._map(index, handle, size)
+            for index, (descriptor, size) in enumerate(zip(descriptors, manifest.chunks, strict=True)):
+                self._map(index, descriptor, size)
                 if index + 1 in steps:
                     self._range.protect()
-                    self._verify_mapped()
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
-            self._failure = error
-            self._give_up(chunks)
+                    if index + 1 == steps[0]:
+                        self._bytes = self._range.tensor()
+                    if rows is not None:
+                        self._digest_ahead(manifest, rows, first=index + 1 == steps[0])
+        except DriverError as error:
+            self._range.close()
+            raise miss_of(error, "the arena cannot be mapped") from error
+        except CacheMiss:
+            self._range.close()  # at once: the error's traceback keeps this object alive for as long as somebody has it
+            raise
 
-    def _wait(self) -> None:
-        if self._rest is not None:
-            self._rest.join()
-            self._rest = None
-        if self._failure is not None:
-            if isinstance(self._failure, DriverError):
-                raise miss_of(self._failure, "the arena cannot be mapped") from self._failure
-            raise self._failure
+    def views(self, manifest: Manifest) -> Iterator[torch.Tensor]:
+        return views(self._bytes, manifest, self._lengths(manifest))
 
-    def _give_up(self, chunks: list[tuple[int, int, int]]) -> None:
-        """Release these chunks' handles and unmap the others."""
-        for _, handle, _ in chunks:
-            with contextlib.suppress(DriverError):  # after a fault the context takes no more calls
-                self._driver.release(handle)
-        self._range.close()
+    def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
+        sums, self._sums = self._sums, None
+        if sums is not None and rows == self._rows:
+            return sums.collect
+        return cuda_digest.start(self._bytes, *self._extents(manifest, rows), self._driver)
 
-    def _verify_mapped(self) -> None:
+    def _digest_ahead(self, manifest: Manifest, rows: Sequence[int], *, first: bool) -> None:
         """Let the GPU begin with those rows that lie in what is readable by now."""
+        if first:
+            self._sums = cuda_digest.ahead(self._bytes, *self._extents(manifest, rows), self._driver)
         if self._sums is not None:
             self._sums.launch(self._bytes.data_ptr() + self._range.mapped)
 
@@ -377,35 +334,27 @@ class CudaVmmMapping:
             self._row_lengths = lengths(manifest)
         return self._row_lengths
 
-    def _import(self, index: int, descriptor: int, size: int) -> int:
+    def _map(self, index: int, descriptor: int, size: int) -> None:
+        imported = False
         try:
-            return self._driver.import_(descriptor)
+            handle = self._driver.import_(descriptor)
+            imported = True
+            try:
+                self._range.add(handle, size, writable=False)
+            finally:
+                self._driver.release(handle)
         except DriverError as error:
-            found = os.readlink(f"/proc/self/fd/{descriptor}")
-            # What the H200's driver says of a descriptor of something else.
-            raise _refused(error, "CUDA_ERROR_UNKNOWN", index, size, found) from error
-
-    def _map(self, index: int, handle: int, size: int) -> None:
-        try:
-            self._range.add(handle, size, writable=False)
-        except DriverError as error:
-            # What the H200's driver says of an allocation of another size.
-            raise _refused(error, "CUDA_ERROR_NOT_SUPPORTED", index, size, "memory of another size") from error
-        finally:
-            self._driver.release(handle)
-
-
-def _refused(error: DriverError, foreign: str, index: int, size: int, found: str) -> CacheMiss:
-    """Why a chunk cannot be mapped: the driver's own trouble, or that it is not what the manifest says."""
-    if error.reason != foreign and error.reason not in _NO_HANDLE:
-        return miss_of(error, f"chunk {index} cannot be mapped", size)
-    return ImportRejected(
-        "manifest_invalid",
-        f"descriptor {index} is not the GPU memory that the manifest describes: {error.message}",
-        expected=f"an exported allocation of {size} bytes",
-        found=found,
-        remedy="Release the generation and load the model again",
-    )
+            # What the H200's driver says of a descriptor of something else, and of an allocation of another size.
+            foreign = error.reason == ("CUDA_ERROR_NOT_SUPPORTED" if imported else "CUDA_ERROR_UNKNOWN")
+            if not foreign and error.reason not in _NO_HANDLE:
+                raise miss_of(error, f"chunk {index} cannot be mapped", size) from error
+            raise ImportRejected(
+                "manifest_invalid",
+                f"descriptor {index} is not the GPU memory that the manifest describes: {error.message}",
+                expected=f"an exported allocation of {size} bytes",
+                found=os.readlink(f"/proc/self/fd/{descriptor}"),
+                remedy="Release the generation and load the model again",
+            ) from error
 
 
 def _steps(chunks: int) -> list[int]:

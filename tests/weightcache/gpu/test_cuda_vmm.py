@@ -5,7 +5,6 @@ import faulthandler
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from tests.weightcache.gpu import scenarios
 from tests.weightcache.gpu.drivers import HostDriver, ReplayDriver
 
-from weightcache.arena import cuda_digest, cuda_views, cuda_vmm
+from weightcache.arena import cuda_views
 from weightcache.arena.cuda_driver import DriverError
 from weightcache.arena.cuda_vmm import CudaVmmMapping, CudaVmmWriter, require_export
 from weightcache.errors import CacheMiss, ImportRejected
@@ -226,78 +225,6 @@ def test_what_the_driver_refuses_while_mapping_is_a_miss_and_leaves_nothing(
     assert isinstance(caught.value, ImportRejected) == (reason == "manifest_invalid")
     assert not driver._files
     assert answer in str(caught.value)
-
-
-class WaitingDriver(HostDriver):
-    """Maps nothing but the first chunk until it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on = threading.Event()
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        if handle > 1:
-            assert self.go_on.wait(60)
-        super().map(address, size, handle)
-
-
-class Begun:
-    """In the place of `Sums`: how far it was told that memory is mapped, and what that was when it was collected."""
-
-    collected = False
-
-    def __init__(self) -> None:
-        self.mapped: list[int] = []
-
-    def launch(self, mapped: int) -> None:
-        self.mapped.append(mapped)
-
-    def collect(self) -> bytes:
-        self.collected = True
-        return b"%d" % self.mapped[-1]
-
-
-def test_digests_asked_for_while_chunks_are_mapped_cover_all_of_them(
-    resident: tuple[HostDriver, Manifest, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, manifest, descriptors = resident
-    driver, begun = WaitingDriver(), Begun()
-    monkeypatch.setattr(cuda_vmm, "FIRST_CHUNKS", 1)
-    monkeypatch.setattr(cuda_digest, "ahead", lambda *_: begun)
-    rows = range(len(manifest))
-    mapping = CudaVmmMapping(descriptors, manifest, 0, driver, rows)
-    start = mapping._bytes.data_ptr()
-    assert begun.mapped == [start + manifest.chunks[0]]
-    collect = mapping.digests(manifest, rows)
-    driver.go_on.set()
-    assert collect() == b"%d" % (start + manifest.size)
-    assert len(list(mapping.views(manifest))) == len(manifest)
-    assert mapping.digests(manifest, rows)() == manifest.digests, "asked again, the bytes are read again"
-
-
-class FailingLater(RefusingDriver):
-    """Refuses the second chunk, which is mapped while tensors are made."""
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        if handle > 1:
-            super().map(address, size, handle)
-        else:
-            HostDriver.map(self, address, size, handle)
-
-
-@pytest.mark.parametrize("ask", ["views", "digests"])
-def test_a_chunk_refused_while_tensors_are_made_is_a_miss_before_any_is_used(
-    resident: tuple[HostDriver, Manifest, list[int]], monkeypatch: pytest.MonkeyPatch, ask: str
-) -> None:
-    _, manifest, descriptors = resident
-    monkeypatch.setattr(cuda_vmm, "FIRST_CHUNKS", 1)
-    driver = FailingLater("map", "CUDA_ERROR_ECC_UNCORRECTABLE")
-    mapping = CudaVmmMapping(descriptors, manifest, 0, driver)
-    with pytest.raises(CacheMiss, match="chunk 1 cannot be mapped") as caught:
-        list(mapping.views(manifest)) if ask == "views" else mapping.digests(manifest, [0])
-    assert (caught.value.reason, caught.value.detail) == ("residency_lost", "driver_fault")
-    assert not driver._files
-    assert mapping._range.sizes == []
 
 
 def test_a_publisher_that_finds_the_gpu_full_says_how_much_it_needed() -> None:

@@ -141,7 +141,7 @@ class CountedKernel:
     def __init__(self) -> None:
         self.launched: list[tuple[int, int]] = []
 
-    def launch(self, first: int, tiles: int, table: torch.Tensor, stream: int) -> None:
+    def launch(self, first: int, tiles: int, table: torch.Tensor) -> None:
         self.launched.append((first, tiles))
 
 
