@@ -174,6 +174,7 @@ def test_three_questions_go_to_three_routes(manifests: list[dict[str, Any]]) -> 
     (workload,) = (it for it in manifests if it["kind"] == "Deployment")
     settings = GateSettings.drain_notice_s + GateSettings.drain_limit_s
     assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > settings
+    assert workload["spec"]["progressDeadlineSeconds"] > SLOWEST_LOAD_S, "a slow start is no failed roll-out"
 
 
 def test_the_plain_manifests_need_no_tool() -> None:
