@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,7 @@ def attach(
     *,
     mode: str = "client",
     load: Loader | None = None,
+    check: Callable[[], object] | None = None,
     load_bytes: int = 0,
     load_command: Sequence[str] | None = None,
     socket: Path | None = None,
@@ -61,6 +62,7 @@ def attach(
         mode: ``client`` maps from a running daemon and falls back to disk; ``daemon`` starts one if need be, has it
             load, and raises on any other miss; ``off`` reads from disk.
         load: fills the model from disk; without it a miss raises.
+        check: looks at what ``load`` would read, before resident weights are given up for it; what it raises ends this.
         load_bytes: what ``load`` will take, compared with free memory before any fallback.
         load_command: an engine command that loads, publishes and exits, for mode ``daemon``.
         socket: the daemon's socket; `weightcache.paths.socket_path` if None.
@@ -99,7 +101,7 @@ def attach(
     )
     if mode == "off":
         return attachment.load_privately(load)
-    recovery = _Recovery(attachment, load, load_bytes, policies, wait_s, progress, origin)
+    recovery = _Recovery(attachment, load, check, load_bytes, policies, wait_s, progress, origin)
     return recovery.run(load_command, detach, barred)
 
 
@@ -110,6 +112,7 @@ class _Recovery:
         self,
         attachment: Attachment,
         load: Loader | None,
+        check: Callable[[], object] | None,
         load_bytes: int,
         policies: Mapping[str, str] | None,
         wait_s: float,
@@ -119,6 +122,7 @@ class _Recovery:
         self.attachment = attachment
         self.outcome = attachment.outcome
         self.load = load
+        self.check = check
         self.load_bytes = load_bytes
         self.policies = policies
         self.wait_s = wait_s
@@ -211,6 +215,8 @@ class _Recovery:
         claimed = False
         if miss.reason in PUBLISHES_AFTER:
             replace = policy == "replace" or (miss.reason in USELESS and self._is_short())
+            if replace:
+                self._check(miss, policy)
             refused = self._claim(replace)
             if refused and refused.reason == "daemon_loading" and self._policy("daemon_loading") == "wait":
                 # Somebody else was quicker: one load is enough for all.
@@ -242,6 +248,15 @@ class _Recovery:
                 attachment.disconnect()
             elif claimed:
                 self._publish(loaded.arena)
+
+    def _check(self, miss: CacheMiss, policy: str) -> None:
+        """Look at the files while what they are to replace is still there: it serves whoever goes back to it."""
+        if self.check is not None:
+            try:
+                self.check()
+            except BaseException:
+                self._count_miss(miss, policy)
+                raise
 
     def _claim(self, replace: bool) -> CacheMiss | None:
         """Ask for the right to load and publish; why it is not given, or None."""
@@ -293,8 +308,7 @@ class _Recovery:
 
     def _loading(self, claimed: bool) -> contextlib.AbstractContextManager[None]:
         """What a load happens in whose weights will move to an arena."""
-        # Kernels that reduce over several GPUs open each other's segments, which growing ones do not allow.
-        if not claimed or not self._on_gpu or self.attachment.config.tp_size > 1:
+        if not claimed or not self._on_gpu:
             return contextlib.nullcontext()
         from weightcache.arena.cuda_segments import growing
 

@@ -1,6 +1,7 @@
 """Faults of memory, daemons and sockets, provoked around a command that meets them."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 from tests.fixtures import checkpoints
 from tests.readmit.forked import Done, Forks
-from tests.weightcache.caches import Cache, wait_for
+from tests.weightcache.caches import Cache, descriptors, wait_for
 from tests.weightcache.publishing import attach
 
 from weightcache import messages
@@ -40,7 +41,8 @@ class Stage:
         self.cache = Cache()
         self.cache.start()
         self.forks = Forks()
-        self.model = checkpoints.with_tokenizer(checkpoints.plain(self.cache.folder / "t"))
+        self.folder = self.model = checkpoints.with_tokenizer(checkpoints.plain(self.cache.folder / "t"))
+        self.in_hub_cache = checkpoints.as_hub_cache(self.folder, self.cache.folder / "hub", "a" * 40)
         self._said = self.cache.folder / "output"
         self.series = self.counters().keys()
 
@@ -226,6 +228,17 @@ def other_bytes(stage: Stage) -> Iterator[Path]:
 
 
 @contextmanager
+def moved_to_nothing(stage: Stage) -> Iterator[Path]:
+    """``main`` now names a commit of which only the config was downloaded; what is resident stays for who goes back."""
+    snapshot = stage.model / "snapshots" / ("b" * 40)
+    snapshot.mkdir()
+    shutil.copy(stage.model / "snapshots" / ("a" * 40) / "config.json", snapshot)
+    (stage.model / "refs" / "main").write_text("b" * 40)
+    yield stage.cache.socket
+    assert stage.identity().revision == "a" * 40
+
+
+@contextmanager
 def second_daemon(stage: Stage) -> Iterator[Path]:
     """Another daemon at the same socket, to which the first one's pid means nothing."""
     second = stage.cache.run(["unshare", "--pid", "--fork", "--mount-proc", *stage.cache.command])
@@ -352,7 +365,7 @@ def crowd(stage: Stage) -> Iterator[Path]:
         for _ in range(MAX_CONNECTIONS):
             together.enter_context(socket.socket(socket.AF_UNIX)).connect(str(stage.cache.socket))
         yield stage.cache.socket
-    wait_for(stage.cache.pid, "the crowd to be forgotten")
+    wait_for(lambda: descriptors(stage.daemon.pid) < MAX_CONNECTIONS, "the crowd to be forgotten")
 
 
 @contextmanager

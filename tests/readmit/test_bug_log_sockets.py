@@ -35,6 +35,7 @@ class Case(NamedTuple):
         word: of what it says.
         books: what is counted and journaled.
         resident: whether the model's weights are there before.
+        in_hub_cache: whether the model is named by the hub cache's folder.
         changes: to the command's process; see `tests.readmit.forked`.
     """
 
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     word: str
     books: Books
     resident: bool = True
+    in_hub_cache: bool = False
     changes: dict[str, int] | None = None
 
 
@@ -131,6 +133,10 @@ CASES = {
         faults.other_bytes, WORKER, 0, "",
         missed("fingerprint", "checkpoint_digest", replaced=True, then="published"),
     ),
+    "B18 a release whose weights never came": Case(
+        faults.moved_to_nothing, WORKER, 1, "never downloaded", missed("fingerprint", "revision"),
+        in_hub_cache=True,
+    ),
     "B19 a buffer that nobody saved": Case(
         faults.without_a_buffer, WORKER, 1, "inv_freq",
         after([RELEASED, PUBLISHED], missed("state_unrestorable")),
@@ -165,6 +171,7 @@ def test_a_fault_has_its_exit_status_its_counter_and_its_row(stage: Stage, name:
     if os.getuid() != 0:
         pytest.fail("other users and namespaces take root")
     case = CASES[name]
+    stage.model = stage.in_hub_cache if case.in_hub_cache else stage.folder
     stage.reset(resident=case.resident)
     with stage.books(*case.books), case.fault(stage) as path:
         done = stage.run(case.command, path, **(case.changes or {}))

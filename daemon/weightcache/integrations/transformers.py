@@ -18,6 +18,7 @@ import argparse
 import logging
 import os
 import sys
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,8 +93,10 @@ def from_pretrained(
         with journal.phase("load_weights.match"):
             digest = digest_of(folder).digest  # None for large files that nobody knows: learnt while they are read
 
+    opened = cache(partial(Checkpoint.open, folder))
+
     def load(progress: Progress) -> Loaded:
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = opened()
         arena = None
         if place.type == "cuda" and mode != "off" and tp_size == 1:
             from weightcache.integrations.transformers_gpu import load_onto
@@ -114,6 +117,7 @@ def from_pretrained(
         cache_config(folder, model, digest, place, tp_size, tp_rank),
         mode=mode,
         load=load,
+        check=opened,
         load_bytes=nbytes(model),
         load_command=_load_command(folder, model.dtype, place, tp_size, tp_rank),
         socket=socket,
