@@ -1,6 +1,7 @@
 """The gate's process: uvicorn on a listening socket that the service manager keeps while the process is replaced."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -128,6 +129,8 @@ class GateServer(uvicorn.Server):
         self._loop.add_signal_handler(signal.SIGHUP, lambda: self._notifier.store(STORED_AS, self._listener.fileno()))
         await super().startup(sockets)
         await self._take_orders()
+        gc.collect()
+        gc.freeze()  # what a start leaves lives as long as the gate; a full collection of it would hold requests up
         host, port = self._listener.getsockname()[:2]
         self._notifier.ready(f"listening on {host}:{port}")
         log.info("listening on %s:%s", host, port)
