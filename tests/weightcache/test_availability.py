@@ -67,6 +67,14 @@ def test_a_recovery_ended_by_stopping_its_slot_leaves_the_slot_stopped():
     assert (slot.state, slot.unready_s(at(1100)), slot.observed_s(at(1100))) == ("ready", 70, 160)
 
 
+@pytest.mark.parametrize(("exit_code", "observed_s"), [(0, 300), (1, 900), (None, 900)])
+def test_a_node_stopped_after_its_keeper_gave_a_slot_up_is_not_observed(exit_code, observed_s):
+    given_up = Story().open(0).close(60, "abandoned", reason="restarts_exhausted")
+    end = Story(slot=None, episode=None).say(300, "process", "exited", process="keeper", exit_code=exit_code)
+    slot = watch(given_up, end)[0].slots["a"]
+    assert slot.burned_s(at(900)) == slot.observed_s(at(900)) == observed_s
+
+
 def test_a_standby_makes_the_outage_short_and_the_recovery_no_shorter():
     availability, outages = watch(
         Story(slot="a", episode="1" * 32).open(0).close(30),
