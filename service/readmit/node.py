@@ -42,7 +42,7 @@ def keeper_spec(config: Config) -> KeeperSpec:
 def _children(config: Config) -> Iterator[ChildSpec]:
     env = {"WEIGHTCACHE_SOCKET": str(config.socket), "PATH": search_path()}
     if config.cache.enabled:
-        yield ChildSpec("daemon", "daemon", _daemon_command(config), env)
+        yield ChildSpec("daemon", "daemon", daemon_command(config), env)
     for slot in config.slot:
         yield from engine(slot, env, config.node.runtime_dir)
     if config.gate.enabled and config.slot:
@@ -105,7 +105,8 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
-def _daemon_command(config: Config) -> tuple[str, ...]:
+def daemon_command(config: Config) -> tuple[str, ...]:
+    """How the weight cache daemon of a node is run."""
     options = ["--socket", str(config.socket), "--metrics", config.cache.metrics]
     if config.cache.capacity is not None:
         options += ["--capacity", str(config.cache.capacity)]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.readmit.nodes import Place, place
+from tests.readmit.nodes import Place, free_port, place, wait_for
 
 from readmit.cli import COMMANDS, _group
 from readmit.commands import user
+from weightcache.journal import Journal
 from weightcache.version import VERSION
 
 HEAVY = {"torch", "transformers", "fastapi", "aiohttp", "pydantic", "prometheus_client", "opentelemetry", "rich"}
@@ -148,6 +149,16 @@ def test_status_without_a_keeper_says_so(here: Place) -> None:
     assert here.readmit("status", "--alive").returncode == 1
     assert here.left_behind() == []
     assert not here.state_dir.exists()
+
+
+def test_a_cache_without_a_keeper_is_run_as_the_nodes_configuration_says(here: Place) -> None:
+    folders = f'runtime_dir = "{here.runtime_dir}"\nstate_dir = "{here.state_dir}"\n'
+    text = f'[node]\nname = "n"\n{folders}[cache]\ncapacity = "1GiB"\nmetrics = "127.0.0.1:{free_port()}"\n'
+    (here.folder / "readmit.toml").write_text(text)
+    here.start("cache", "serve", "--config", "readmit.toml", "--capacity", "2GiB")
+    wait_for(lambda: here.readmit("cache", "status").returncode == 0, "the daemon answers")
+    assert json.loads(here.readmit("cache", "status", "--json").stdout)["capacity"] == 2 << 30, "options win"
+    assert {event.node for event in Journal(here.state_dir / "journal.sqlite3").query("")} == {"n"}
 
 
 def test_in_a_container_an_operator_may_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

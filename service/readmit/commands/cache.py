@@ -28,10 +28,25 @@ app.command()(prepare)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def serve(context: typer.Context) -> None:
+def serve(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The node's configuration; other options win.")
+    ] = None,
+) -> None:
     """Run the weight cache daemon in the foreground (its options: readmit cache serve --help)."""
+    command: tuple[str, ...] = (sys.executable, "-m", "weightcache.daemon")
+    if config is not None:
+        from readmit.config import load as load_config  # here, because a daemon that restarts without one waits for it
+        from readmit.node import daemon_command
+
+        node = load_config(config)
+        command = daemon_command(node)
+        os.environ |= {"READMIT_NODE": node.node.name, "READMIT_JOURNAL": str(node.journal)}
+    if {"-h", "--help"} & set(context.args):
+        print("With --config FILE it is run as the node's configuration says; options beside that win.\n", flush=True)
     # A process of its own: the daemon stays small because it never imports what this command line needs.
-    os.execv(sys.executable, [sys.executable, "-m", "weightcache.daemon", *context.args])
+    os.execv(command[0], [*command, *context.args])
 
 
 @app.command()
