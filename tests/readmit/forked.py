@@ -38,8 +38,8 @@ class Forks:
             argv: a module and its arguments.
             env: its environment.
             output: the file that gets what it says.
-            changes: ``file_limit``, the most bytes that any file of it may have; ``open_files``, how many it may have open;
-                ``uid``, who runs it.
+            changes: ``file_limit``, the most bytes that any file of it may have; ``open_files``, how many it may have
+                open; ``uid``, who runs it.
         """
         self._output = output
         self._say({"argv": list(argv), "env": dict(env), "output": str(output), **changes})
