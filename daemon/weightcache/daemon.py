@@ -75,7 +75,7 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _unbind(path: Path, bound: int) -> None:
-    """Remove the socket, unless its name is another's by now: whoever removes our files also removes our lock's name."""
+    """Remove the socket, unless its name is another's by now: somebody may have removed our files, lock and all."""
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_ino == bound:
             path.unlink()

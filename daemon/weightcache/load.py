@@ -4,16 +4,20 @@ There is one publishing path, whoever loads. The worker writes its output to a f
 the daemon that started it.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from weightcache.errors import CacheMiss
-from weightcache.messages import LOAD_WORKER
+from weightcache.messages import LOAD_WORKER, Done, Loading
+from weightcache.registry import Claim
 
+_LOOK_EVERY_S = 0.1
 _STOP_LIMIT_S = 5.0
 _TAIL_LINES = 20
 
@@ -47,12 +51,39 @@ class LoadWorker:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began
 
-    def start(self) -> None:
-        """Start it.
+    async def run(
+        self, wait_s: float, tell: Callable[[Loading], Awaitable[None]], claim_of: Callable[[int], Claim | None]
+    ) -> Done:
+        """Run it to its end, and no longer than that.
+
+        Args:
+            wait_s: how long it may take.
+            tell: is told every now and then how far it is.
+            claim_of: by a process's pid, what it has claimed.
 
         Raises:
-            CacheMiss: ``absent``, because the command cannot be run.
+            CacheMiss: ``absent``: it cannot be started, or died; ``timeout``: it took too long, and was ended.
         """
+        deadline = self._began + wait_s
+        try:
+            self._start()
+            while (status := self._poll()) is None:
+                claim = claim_of(self.pid)
+                done, total = (claim.done, claim.total) if claim else (0, 0)
+                await tell(Loading(pid=self.pid, done=done, total=total, elapsed_s=round(self.elapsed_s, 3)))
+                if time.monotonic() > deadline:
+                    raise CacheMiss(
+                        "timeout",
+                        f"the load worker (pid {self.pid}) did not finish in {wait_s} s and was ended",
+                        output=self.tail(),
+                    )
+                await asyncio.sleep(_LOOK_EVERY_S)
+            self._check(status)
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, self.stop)
+        return Done(data={"pid": self.pid, "seconds": round(self.elapsed_s, 3)})
+
+    def _start(self) -> None:
         try:
             self._process = subprocess.Popen(
                 self._argv,
@@ -70,16 +101,10 @@ class LoadWorker:
                 remedy="Check that the command exists and can be run by the daemon's user",
             ) from error
 
-    def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
+    def _poll(self) -> int | None:
         return self._process.poll() if self._process else None
 
-    def check(self, status: int) -> None:
-        """Check that it loaded.
-
-        Raises:
-            CacheMiss: ``absent``: it died, with its exit status and its last words.
-        """
+    def _check(self, status: int) -> None:
         if status == 0:
             return
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

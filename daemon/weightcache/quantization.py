@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from weightcache import block_scale
 from weightcache.checkpoint import Checkpoint, Folder, TensorInfo
 from weightcache.checkpoint.refusal import refusal
-from weightcache.errors import UnsupportedQuantForIPCError
+from weightcache.errors import CheckpointError, UnsupportedQuantForIPCError
 from weightcache.fingerprint import stable_hash
 from weightcache.skip_list import KEYS as SKIP_LIST_KEYS
 from weightcache.skip_list import SkipList, check_skip_list
@@ -289,30 +289,15 @@ def _contradiction(announced: Quantization, tensors: Mapping[str, TensorInfo]) -
 
 def _check_fp8_layers(tensors: Mapping[str, TensorInfo]) -> None:
     """Check that every FP8 weight has its scales and every scale its weight, and that there is at least one."""
-    weights = {name: None for name, info in tensors.items() if info.dtype == "F8_E4M3"}
-    for name in weights:
-        scale = tensors.get(name + block_scale.SUFFIX)
-        if scale is None or scale.dtype not in _SCALE_DTYPES:
-            raise refusal(
-                "quant_conflict",
-                f"{name} in {tensors[name].file} has no usable scales",
-                expected=f"{name + block_scale.SUFFIX} in {', '.join(sorted(_SCALE_DTYPES))}",
-                found="nothing of that name" if scale is None else scale.dtype,
-                remedy="Download config and weights again, of one revision",
-                file=tensors[name].file,
-                tensor=name,
-            )
-    for name in tensors:
-        if name.endswith(block_scale.SUFFIX) and name.removesuffix(block_scale.SUFFIX) not in weights:
-            weight = tensors.get(name.removesuffix(block_scale.SUFFIX))
-            raise refusal(
-                "quant_conflict",
-                f"{name} in {tensors[name].file} is the scale of no FP8 weight",
-                expected=f"{name.removesuffix(block_scale.SUFFIX)} in F8_E4M3",
-                found="nothing of that name" if weight is None else weight.dtype,
-                remedy="Download config and weights again, of one revision",
-                file=tensors[name].file,
-                tensor=name,
+    weights = {name for name, info in tensors.items() if info.dtype == "F8_E4M3"}
+    for name, info in tensors.items():
+        scale, weight = name + block_scale.SUFFIX, name.removesuffix(block_scale.SUFFIX)
+        if name in weights and (scale not in tensors or tensors[scale].dtype not in _SCALE_DTYPES):
+            dtypes = ", ".join(sorted(_SCALE_DTYPES))
+            raise _without_partner(name, info, "has no usable scales", f"{scale} in {dtypes}", tensors.get(scale))
+        if weight != name and weight not in weights:
+            raise _without_partner(
+                name, info, "is the scale of no FP8 weight", f"{weight} in F8_E4M3", tensors.get(weight)
             )
     if not weights:
         raise refusal(
@@ -323,3 +308,17 @@ def _check_fp8_layers(tensors: Mapping[str, TensorInfo]) -> None:
             remedy="Remove quantization_config from config.json, or download the weights again",
             file="config.json",
         )
+
+
+def _without_partner(
+    name: str, info: TensorInfo, lacks: str, expected: str, there: TensorInfo | None
+) -> CheckpointError:
+    return refusal(
+        "quant_conflict",
+        f"{name} in {info.file} {lacks}",
+        expected=expected,
+        found="nothing of that name" if there is None else there.dtype,
+        remedy="Download config and weights again, of one revision",
+        file=info.file,
+        tensor=name,
+    )

@@ -329,30 +329,10 @@ class Server:
                 remedy="Let the engine load the weights and publish them",
             )
         worker = LoadWorker(request.argv, request.env, self.path, self.residency.journal.path)
-        deadline = time.monotonic() + request.wait_s
-        try:
-            worker.start()
-            while (status := worker.poll()) is None:
-                claim = next((each for each in self.registry.claims if each.pid == worker.pid), None)
-                await session.channel.send(
-                    messages.Loading(
-                        pid=worker.pid,
-                        done=claim.done if claim else 0,
-                        total=claim.total if claim else 0,
-                        elapsed_s=round(worker.elapsed_s, 3),
-                    )
-                )
-                if time.monotonic() > deadline:
-                    raise CacheMiss(
-                        "timeout",
-                        f"the load worker (pid {worker.pid}) did not finish in {request.wait_s} s and was ended",
-                        output=worker.tail(),
-                    )
-                await asyncio.sleep(_PROGRESS_EVERY_S / 5)
-            worker.check(status)
-        finally:
-            await asyncio.get_running_loop().run_in_executor(None, worker.stop)
-        await session.channel.send(messages.Done(data={"pid": worker.pid, "seconds": round(worker.elapsed_s, 3)}))
+        await session.channel.send(await worker.run(request.wait_s, session.channel.send, self._claim_of))
+
+    def _claim_of(self, pid: int) -> Claim | None:
+        return next((claim for claim in self.registry.claims if claim.pid == pid), None)
 
     async def _release(self, request: messages.Release) -> list[str]:
         names = [request.generation] if request.generation else list(self.registry.generations)
