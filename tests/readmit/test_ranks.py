@@ -3,13 +3,14 @@
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.fixtures import checkpoints
 from tests.readmit.faults import ENGINE, Stage
 from tests.weightcache.caches import wait_for
 
@@ -90,6 +91,19 @@ def test_two_ranks_are_one_engine(stage: Stage) -> None:
         os.kill(other, signal.SIGTERM)  # as one sent to all of a group: only the leader obeys it
         os.kill(leader, signal.SIGTERM)
         wait_for(lambda: not is_running(leader) and not is_running(other), "all ranks to end")
+
+
+@pytest.mark.parametrize("make", [checkpoints.tied, checkpoints.fp8])
+def test_tied_embeddings_and_block_fp8_are_shared_out_too(
+    stage: Stage, tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    stage.model = checkpoints.with_tokenizer(make(tmp_path / "t"))
+    said = []
+    for ranks in (1, 2):
+        with serving(stage, f"{ENGINE} --tp-size {ranks}") as (_, address):
+            said.append(ask(address))
+    assert said[1] == pytest.approx(said[0], abs=2e-2)  # bf16 adds up in another order
+    stage.model = stage.folder
 
 
 @pytest.mark.parametrize(
