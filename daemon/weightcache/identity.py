@@ -225,15 +225,16 @@ class _Memory:
 
     def keep(self, record: _Record) -> bool:
         before = self.recall()
+        unfinished = self._place / f"unfinished-{os.urandom(8).hex()}"
         try:
             for path in (self._of_files(record.files), self._by_folder):
-                unfinished = path.with_name(f"{path.name}.{os.getpid()}")
                 unfinished.write_bytes(msgspec.json.encode(record))
                 unfinished.replace(path)
             if before is not None and before.files != record.files:
                 self._of_files(before.files).unlink(missing_ok=True)
         except OSError as error:
             log.warning("the digest of %s is not kept: %s", record.root, error)
+            unfinished.unlink(missing_ok=True)
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""Field failures of memory, daemons and sockets (bug log B07 to B19, B32 to B35), met by the shipped commands.
+"""Field failures of memory, daemons and sockets (bug log B05 to B19, B32 to B35), met by the shipped commands.
 
 One daemon serves them all. Each case provokes a fault and starts a command; then its exit status, the step of every
 counter on ``/metrics`` and every row in the journal are held against what the case says. Nothing else may have moved.
@@ -94,6 +94,10 @@ PICKLE = b"cposix\nsystem\n(S'touch marker'\ntR."
 LATER = msgspec.msgpack.encode({"type": "hello", "version": "9.9", "protocol": 2, "news": [1]})
 
 CASES = {
+    "B05 main names a commit that never came": Case(
+        faults.moved_to_nothing, WORKER, 1, "never downloaded", missed("fingerprint", "revision"),
+        in_hub_cache=True,
+    ),
     "B07 a manifest that is none": Case(
         impostor(saying(GREETING), faults.offering_nonsense), WORKER, 1, "not published", missed("manifest_invalid")
     ),
@@ -132,10 +136,6 @@ CASES = {
     "B18 rewritten in place, its time restored": Case(
         faults.other_bytes, WORKER, 0, "",
         missed("fingerprint", "checkpoint_digest", replaced=True, then="published"),
-    ),
-    "B18 a release whose weights never came": Case(
-        faults.moved_to_nothing, WORKER, 1, "never downloaded", missed("fingerprint", "revision"),
-        in_hub_cache=True,
     ),
     "B19 a buffer that nobody saved": Case(
         faults.without_a_buffer, WORKER, 1, "inv_freq",

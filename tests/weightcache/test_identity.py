@@ -321,3 +321,15 @@ def test_the_state_folder_is_where_digests_are_kept(
     assert known.status == "hashed"
     assert digest_of(folder) == (known.digest, "remembered")
     assert list((tmp_path / "state" / "identities").iterdir())
+
+
+def test_what_cannot_be_kept_leaves_nothing_unfinished(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(checkpoints.plain(tmp_path / "t"))
+    state = tmp_path / "s"
+    assert identity.remember(checkpoint, "d", state=state)
+    for record in list(state.iterdir()):
+        record.unlink()
+        record.mkdir()
+    before = sorted(state.iterdir())
+    assert not identity.remember(checkpoint, "d", state=state)
+    assert sorted(state.iterdir()) == before
