@@ -142,7 +142,7 @@ class Account:
 
 def probes(text: str = "Paris") -> dict[str, Any]:
     expected = {"regex": text}
-    return {"model": NAME, "probes": [{"name": "p", "prompt": PROMPTS[0], "max_tokens": 8, "expect": expected}]}
+    return {"model": NAME, "probes": [{"name": "p", "prompt": PROMPTS[0], "max_tokens": 4, "expect": expected}]}
 
 
 def off(account: Account, model: Path, kills: int) -> None:
