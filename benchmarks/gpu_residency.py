@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -121,7 +120,7 @@ class Benchmark:
         finally:
             ours.close()
             theirs.close()
-        self._compare(found["ours"], found["theirs"], "2,000 tensors")
+        legacy.compare(self.report, found["ours"], found["theirs"], "2,000 tensors")
         return found
 
     def legacy_unfused(self) -> dict[str, Any]:
@@ -132,7 +131,7 @@ class Benchmark:
         finally:
             clients.close()
         if ours := self.attached.get("attach 96 GiB, 30,000 tensors"):
-            self._compare(ours, theirs, "30,000 tensors")
+            legacy.compare(self.report, ours, theirs, "30,000 tensors")
         return {"theirs": theirs}
 
     def serving(self) -> dict[str, Any]:
@@ -336,20 +335,6 @@ class Benchmark:
             finally:
                 holder.kill()
 
-    def _compare(self, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tensors: str) -> None:
-        """Our attach against theirs: by medians, and the fastest process against the fastest, down to the slowest."""
-        self.report.figure(f"attach, in turn with CUDA IPC, {tensors}", [it["attach_s"] for it in ours], "s")
-        for part, what in (("export", "the holder's export"), ("total", "client"), ("whole", "from asking to bound")):
-            self.report.figure(f"CUDA IPC, one handle a tensor, {tensors}: {what}", [it[part] for it in theirs], "s")
-        for part, what in (("whole", "from asking to bound"), ("total", "its client alone")):
-            bounds = {"at_least": 4, "aim": 8} if part == "whole" else {}
-            work = f"faster than CUDA IPC a tensor, {tensors}, {what}"
-            ratio = _median(theirs, part) / _median(ours, "attach_s")
-            self.report.figure(work, [ratio], "times", **bounds)
-            pairs = zip(_by_pace(theirs), _by_pace(ours), strict=False)
-            ratios = [their[part] / our["attach_s"] for their, our in pairs]
-            self.report.figure(f"  {work}, like with like", ratios, "times")
-
     def run(self, only: list[str], limit_s: float) -> None:
         parts = ["fused", "serving"]
         if self.on_gpu:
@@ -365,14 +350,6 @@ class Benchmark:
                         self.node.release(force=True)
             self.report.parts["daemon_log"] = self.node.log.read_text()[-4000:]
         self.report.write()
-
-
-def _median(results: list[dict[str, Any]], part: str) -> float:
-    return statistics.median(it[part] for it in results)
-
-
-def _by_pace(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(results, key=lambda it: float(it["pace_s"]))
 
 
 def _gpu_files(pid: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ reducers; the client rebuilds each tensor and assigns it by a dictionary look-up
 
 import pickle
 import socket
+import statistics
 import struct
 import time
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from gpu_parts import models
 from gpu_parts.processes import Talk, cuda_context
+from gpu_parts.report import Report
 
 
 def holder(talk: Talk, shape: models.Shape, path: str) -> None:
@@ -75,3 +77,26 @@ def client(talk: Talk | None, shape: models.Shape, path: str) -> dict[str, Any]:
         "total": done - began,
         "whole": done - asked,
     }
+
+
+def compare(report: Report, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tensors: str) -> None:
+    """Our attach against theirs: by medians, and the fastest process against the fastest, down to the slowest."""
+    report.figure(f"attach, in turn with CUDA IPC, {tensors}", [it["attach_s"] for it in ours], "s")
+    for part, what in (("export", "the holder's export"), ("total", "client"), ("whole", "from asking to bound")):
+        report.figure(f"CUDA IPC, one handle a tensor, {tensors}: {what}", [it[part] for it in theirs], "s")
+    for part, what in (("whole", "from asking to bound"), ("total", "its client alone")):
+        bounds = {"at_least": 4, "aim": 8} if part == "whole" else {}
+        work = f"faster than CUDA IPC a tensor, {tensors}, {what}"
+        ratio = _median(theirs, part) / _median(ours, "attach_s")
+        report.figure(work, [ratio], "times", **bounds)
+        pairs = zip(_by_pace(theirs), _by_pace(ours), strict=False)
+        ratios = [their[part] / our["attach_s"] for their, our in pairs]
+        report.figure(f"  {work}, like with like", ratios, "times")
+
+
+def _median(results: list[dict[str, Any]], part: str) -> float:
+    return statistics.median(it[part] for it in results)
+
+
+def _by_pace(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(results, key=lambda it: float(it["pace_s"]))
