@@ -21,6 +21,8 @@ PROMPT = "The capital of France is"
 RIGHT = " Paris"
 VERIFY_S = 2.0
 HANG_S = 5.0
+RESTART_AFTER_S = 0.15
+"""A restart begins when the standby has given its first answers: engines, gate and client share two cores here."""
 
 
 class Node:
@@ -77,7 +79,7 @@ class Node:
                 f"command = {json.dumps(command)}",
                 f"env = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in env.items())} }}",
                 f'preload = "{module}"',
-                "backoff_s = [0]",
+                f"backoff_s = [{RESTART_AFTER_S}]",
                 "limit = 0",
                 "stop_s = 2",
             ]
