@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -138,13 +138,6 @@ def test_a_bad_checkpoint_exits_2_and_says_what_is_wrong(
     assert (facts["kind"], facts["reason"]) == ("checkpoint", CASES[case].reason)
     assert facts["file"]
     assert CASES[case].word in facts["message"] or CASES[case].word in str(facts["found"])
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,6 @@ counter on ``/metrics`` and every row in the journal are held against what the c
 
 import os
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -157,13 +156,6 @@ CASES = {
     ),
     "B35 a stranger's socket": Case(faults.strangers_socket, WORKER, 1, "uid 12345", missed("peer_refused")),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.close()
 
 
 @pytest.mark.parametrize("name", CASES)

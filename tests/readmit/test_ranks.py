@@ -20,13 +20,6 @@ ASKED = {"prompt": [1, 5, 9, 200], "max_tokens": 6, "temperature": 0, "ignore_eo
 TWO = f"{ENGINE} --dtype float32 --tp-size 2"
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.close()
-
-
 @contextmanager
 def serving(stage: Stage, command: str) -> Iterator[tuple[int, str]]:
     """An engine's pid and address; it must end within the block, or is killed."""

@@ -1,0 +1,17 @@
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.readmit.faults import Stage
+
+
+@pytest.fixture(scope="module")
+def stage() -> "Iterator[Stage]":
+    """A daemon, a model, and commands that meet there; one for all tests of a module."""
+    from tests.readmit.faults import Stage  # imports torch, which most tests here do without
+
+    stage = Stage()
+    yield stage
+    stage.close()
