@@ -181,7 +181,8 @@ class _Load:
         miss = barred(self._vllm_config, self.model_config, folder)
         try:
             with self._journal.phase("load_weights.skeleton"):
-                self.model = build(lambda: _settled(self._build(), self._target), self._target, forget)
+                self.model = build(self._build, self._target, forget)
+                _settle(self.model, self._target)
         except CacheMiss as refused:
             miss = refused
         with self._journal.phase("load_weights.match"):
@@ -277,8 +278,8 @@ def _forgetting(vllm_config: VllmConfig) -> Callable[[], None]:
     return forget
 
 
-def _settled(model: nn.Module, target: torch.device) -> nn.Module:
-    """A skeleton with all that real which it holds beside its parameters and buffers, and no cache restores."""
+def _settle(model: nn.Module, target: torch.device) -> None:
+    """Make real what a skeleton holds beside its parameters and buffers and no cache restores."""
     found = walk(model)
     for module in found.modules:
         if "_k_scale_cpu" in module.__dict__:  # constants, which vLLM sets again after loading
@@ -286,7 +287,6 @@ def _settled(model: nn.Module, target: torch.device) -> nn.Module:
     for stray in found.strays:
         if stray.tensor.is_meta and stray.tensor.numel() == 0:  # such as KV caches that are still to come
             stray.holder[stray.key] = torch.empty_like(stray.tensor, device=target)
-    return model
 
 
 def told(outcome: Outcome) -> str:
