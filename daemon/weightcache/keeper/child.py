@@ -25,9 +25,6 @@ QUICK_S: Final = 10.0
 QUICK_PAUSES_S: Final = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Pauses before its restart after so many quick deaths in a row, the last one for all further ones."""
 
-YOUNG_NS: Final = 120_000_000_000
-"""An engine that has run for as long has mapped what it shares between its processes."""
-
 STORING_ROLES: Final = ("daemon", "gate")
 """Who stores descriptors, and does it again on SIGHUP."""
 _UNNAMED: Final = "stored"
@@ -131,11 +128,6 @@ class Child:
             self.output.trim()
         if self.slot is not None and self.process is not None:
             self.slot.oom.look()
-            self.litter.note(self.process.pid)
-
-    def glance(self) -> None:
-        """What is done more often while an engine is young: it maps its segments now, and may not live until a tick."""
-        if self.slot is not None and self.process is not None and boottime_ns() - self.since_ns < YOUNG_NS:
             self.litter.note(self.process.pid)
 
     def record(self) -> ChildRecord:

@@ -26,7 +26,6 @@ from weightcache.version import VERSION
 
 TICK_S: Final = 5.0
 ECHO_S: Final = 0.2
-GLANCE_S: Final = 0.5
 _SOON_S: Final = 0.001
 
 
@@ -66,7 +65,6 @@ class Keeper(Lives):
             self.control.answer(Later(handover.asker), told)
         self._manager.ready(f"{len(self.children)} processes")
         self._repeat(TICK_S, self._tick)
-        self._repeat(GLANCE_S, self._glance)
         if self.spec.foreground:
             self._repeat(ECHO_S, self._echo)
         self.loop.run()
@@ -241,10 +239,6 @@ class Keeper(Lives):
         if os.getpid() == 1 or self._residents:
             ours = [child.process.pid for child in self.children if child.process]
             reap_strangers([*ours, self.succession.trial.pid] if self.succession else ours)
-
-    def _glance(self) -> None:
-        for child in self.children:
-            child.glance()
 
     def _repeat(self, seconds: float, callback: Callable[[], None]) -> None:
         def again() -> None:

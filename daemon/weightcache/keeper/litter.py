@@ -34,15 +34,13 @@ class Litter:
 
     def note(self, session: int) -> None:
         """Note what the processes of a session map now."""
-        unknown = set(_segments()) - self.noted
-        if not unknown:
-            return  # reading maps takes milliseconds, and a recovery may be under way
         inodes: set[int] = set()
         for pid in _processes():
             stat = Stat.read(pid)
             if stat is not None and stat.session == session:
                 inodes.update(_mapped(pid))
-        self.noted.update((name, inode) for name, inode in unknown if inode in inodes)
+        if inodes:
+            self.noted.update((name, inode) for name, inode in _segments() if inode in inodes)
 
     def clear(self) -> list[str]:
         """Remove what was noted and nobody maps; returns the names. Call it once the session is dead."""
