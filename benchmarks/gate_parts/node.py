@@ -21,8 +21,6 @@ PROMPT = "The capital of France is"
 RIGHT = " Paris"
 VERIFY_S = 2.0
 HANG_S = 5.0
-RESTART_AFTER_S = 0.15
-"""A restart begins when the standby has given its first answers: engines, gate and client share two cores here."""
 
 
 class Node:
@@ -79,7 +77,7 @@ class Node:
                 f"command = {json.dumps(command)}",
                 f"env = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in env.items())} }}",
                 f'preload = "{module}"',
-                f"backoff_s = [{RESTART_AFTER_S}]",
+                "backoff_s = [0]",
                 "limit = 0",
                 "stop_s = 2",
             ]
