@@ -36,7 +36,7 @@ KILLS: Final = 299
 """What it takes for the worst to be above the 99th percentile with 95 % confidence."""
 OTHERS: Final = 10
 """Of each other fault, in a full run."""
-ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive"}
 
 console = Console()
 
