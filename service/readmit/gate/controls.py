@@ -39,7 +39,7 @@ class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def routes(gate: Gate, access: Access) -> APIRouter:
-    """The orders of one gate."""
+    """The orders of one gate. Each is in the journal before it is answered, for the next gate goes by it."""
     router = APIRouter(prefix="/api")
 
     @router.post("/override")
@@ -48,6 +48,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
         if isinstance(order, Problem):
             return answer(order, request)
         override = gate.begin_override(order.reason, order.user, order.ttl_s)
+        await gate.chronicle.flushed()
         return JSONResponse({**override.facts(), "ends_s": override.ends_s})
 
     @router.delete("/override")
@@ -58,6 +59,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
         if gate.overrides.current is None:
             return answer(Problem(409, "no-override", "No override is in force."), request)
         gate.end_override("lifted", order.user)
+        await gate.chronicle.flushed()
         return JSONResponse({"lifted": True})
 
     @router.post("/slots/{name}/drain")
@@ -67,6 +69,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
             return answer(order, request)
         if (problem := gate.withdraw(name, order.user, force=order.force)) is not None:
             return answer(problem, request)
+        await gate.chronicle.flushed()
         return JSONResponse(gate.outlook(gate.slot(name)).to_dict())
 
     @router.delete("/slots/{name}/drain")
@@ -76,6 +79,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
             return answer(order, request)
         if (problem := gate.readmit(name, order.user)) is not None:
             return answer(problem, request)
+        await gate.chronicle.flushed()
         return JSONResponse(gate.outlook(gate.slot(name)).to_dict())
 
     return router

@@ -96,10 +96,10 @@ def test_what_balancers_and_clients_need_takes_no_token(gate: Gate) -> None:
 
 
 def test_a_stranger_learns_no_golden_answer_from_a_refusal(
-    engine: ScriptedEngine, options: list[str], folder: Path
+    engine: ScriptedEngine, options: list[str], folder: Path, tmp_path: Path
 ) -> None:
     secret = probe_file(folder / "secret.json", " Atlantis")
-    shut = [*options, "--probes", str(secret)]
+    shut = [*options, "--probes", str(secret), "--runtime-dir", str(tmp_path)]
     gate, loud = Gate(*shut, "--token-file", str(folder / "token")), Gate(*shut, "--explain-refusals")
     with ending(gate, loud):
         gate.client.headers["Authorization"] = f"Bearer {TOKEN}"
