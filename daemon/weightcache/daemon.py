@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import gc
 import logging
 import math
 import os
@@ -275,6 +276,7 @@ async def _serve(
         server.store_everything()
     server.start()
     deposit.notifier.ready("serving")
+    gc.freeze()  # a full collection of what a start leaves would hold a scrape up; not one first, for engines wait
     _journal_start(residency, began)
     _watch_gpus(residency, loop, stop_watching)
     telemetry, forecast = watching
