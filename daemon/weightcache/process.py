@@ -4,6 +4,7 @@ Sources: proc(5) for ``/proc/PID/stat``, pidfd_open(2), the kernel's cgroup-v1/m
 out-of-memory counters. Standard library only.
 """
 
+import contextlib
 import os
 import signal
 from collections.abc import Collection, Iterator
@@ -190,3 +191,13 @@ def _below(mount_point: str, mount_root: str, folder: str) -> Path:
     # In a container the mount often shows only the container's own cgroup, while /proc names it from the host's root.
     relative = os.path.relpath(folder, mount_root)
     return Path(mount_point) if relative.startswith("..") else Path(mount_point, relative)
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants."""
+    yield pid
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    yield from tree(int(child))

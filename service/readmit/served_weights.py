@@ -6,10 +6,11 @@ from typing import Any
 from yarl import URL
 
 from readmit.gate.chronicle import Chronicle
-from readmit.gate.process import listener, tree
+from readmit.gate.process import listener
 from readmit.gate.records import Records
 from readmit.where import Where
 from weightcache.journal import Journal
+from weightcache.process import tree
 
 
 def served_weights(url: str, where: Where) -> Mapping[str, Any]:

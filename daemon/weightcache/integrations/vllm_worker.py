@@ -7,13 +7,12 @@ decides a tensor; what does, such as ``--dtype``, must be what the engines that 
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Final
 
 from weightcache import messages, paths
 from weightcache.errors import WeightCacheError
+from weightcache.process import tree
 from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
@@ -60,7 +59,7 @@ def main() -> None:
             model_loader_extra_config=extra,
             tensor_parallel_size=arguments.tp_size,
         )
-        held = _held_by({os.getpid(), *_descendants(os.getpid())})
+        held = _held_by(set(tree(os.getpid())))
     except WeightCacheError as error:
         sys.exit(str(error))
     del engine
@@ -73,13 +72,6 @@ def _held_by(pids: set[int]) -> int:
     with closing(Connection(paths.socket_path(), messages.Hello(version=VERSION))) as connection:
         status, _ = connection.ask(messages.Status(), messages.Done)
     return sum(any(lease["pid"] in pids for lease in each["leases"]) for each in status.data["generations"])
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from _descendants(child)
 
 
 if __name__ == "__main__":

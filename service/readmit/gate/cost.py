@@ -15,7 +15,8 @@ import aiohttp
 from yarl import URL
 
 from readmit.gate.gpu_memory import GpuMemory
-from readmit.gate.process import Engine, tree
+from readmit.gate.process import Engine
+from weightcache.process import tree
 
 EVERY_S: Final = 30.0
 _ASK_LIMIT_S: Final = 5.0

@@ -6,10 +6,9 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from weightcache.process import Process, Stat
+from weightcache.process import Process, Stat, tree
 
 _LISTEN: Final = "0A"
 """TCP_LISTEN in /proc/net/tcp."""
@@ -127,13 +126,3 @@ def _socket_inodes(pid: int) -> set[int]:
                 if target.startswith("socket:["):
                     inodes.add(int(target[8:-1]))
     return inodes
-
-
-def tree(pid: int) -> Iterator[int]:
-    """A process and its descendants."""
-    yield pid
-    with contextlib.suppress(*_GONE):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(*_GONE):
-                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    yield from tree(int(child))
