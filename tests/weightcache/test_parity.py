@@ -14,9 +14,9 @@ from tests.fixtures.versions import version
 from torch import nn
 from typer.testing import CliRunner
 
-from readmit.commands.daemon import ask
 from readmit.commands.load import prepare, require_room
 from readmit.commands.parity import parity as parity_command
+from readmit.daemon import ask_daemon
 from weightcache import messages, parity
 from weightcache.errors import CacheMiss, CheckpointError, ConfigError, ResourceError
 from weightcache.fingerprint import FIELDS, CacheConfig
@@ -282,7 +282,7 @@ def test_a_coming_version_is_loaded_beside_the_present_one(tmp_path: Path, socke
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     report = json.loads(done.stdout)
     assert (report["still_resident"], report["evicted"], report["both_fit"]) == ([present.generation], [], True)
-    (loaded,) = ask(socket, messages.Status())["generations"][1:]
+    (loaded,) = ask_daemon(socket, messages.Status())["generations"][1:]
     assert [loaded["generation"]] == report["loaded"]
     assert loaded["config"]["layout_id"] == "transformers-99"
 

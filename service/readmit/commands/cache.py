@@ -13,9 +13,10 @@ from rich.table import Table
 
 from readmit.commands import Json, application
 from readmit.commands.checkpoint import fingerprint, preflight
-from readmit.commands.daemon import Dtype, Socket, ask
+from readmit.commands.daemon import Dtype, Socket
 from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
+from readmit.daemon import ask_daemon
 from weightcache import messages
 from weightcache.occupancy import by_device
 
@@ -52,7 +53,7 @@ def serve(
 @app.command()
 def status(socket: Socket = None, as_json: Json = False) -> None:
     """What is resident, who uses it, what is loading, and what was lost."""
-    facts = ask(socket, messages.Status())
+    facts = ask_daemon(socket, messages.Status())
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
@@ -88,7 +89,7 @@ def release(
     if (generation is None) != everything:
         raise typer.BadParameter("name a generation, or give --all")
     name = None if generation is None else _full_name(socket, generation)
-    released = ask(socket, messages.Release(generation=name, force=force))["released"]
+    released = ask_daemon(socket, messages.Release(generation=name, force=force))["released"]
     typer.echo(json.dumps({"released": released}) if as_json else f"released {', '.join(released) or 'nothing'}")
 
 
@@ -102,7 +103,7 @@ def quarantine(
 ) -> None:
     """Hand a generation to nobody, without giving its memory up."""
     request = messages.Quarantine(generation=_full_name(socket, generation), reason=reason, lift=lift)
-    facts = ask(socket, request)
+    facts = ask_daemon(socket, request)
     told = f"generation {facts['generation']} is {'quarantined: ' + reason if facts['quarantined'] else 'handed out'}"
     typer.echo(json.dumps(facts) if as_json else told)
 
@@ -118,7 +119,7 @@ def explain(
 ) -> None:
     """Would an engine that starts now hit? If not: why, with both sides of every differing field."""
     config = _identity(model, dtype, tp_size, tp_rank)
-    facts = ask(socket, messages.Explain(config=config))
+    facts = ask_daemon(socket, messages.Explain(config=config))
     if as_json:
         typer.echo(json.dumps({**facts, "config": config}, indent=1))
     elif facts["would_hit"]:
@@ -147,7 +148,7 @@ def _identity(model: str, dtype: str | None, tp_size: int, tp_rank: int) -> dict
 
 
 def _full_name(socket: Path | None, start: str) -> str:
-    names = [each["generation"] for each in ask(socket, messages.Status())["generations"]]
+    names = [each["generation"] for each in ask_daemon(socket, messages.Status())["generations"]]
     matching = [name for name in names if name.startswith(start)]
     if len(matching) != 1:
         there = ", ".join(names) or "none"

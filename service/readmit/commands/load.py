@@ -16,8 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from readmit.commands import Json
 from readmit.commands.checkpoint import prove
-from readmit.commands.daemon import Dtype, Socket, ask, connect
+from readmit.commands.daemon import Dtype, Socket
 from readmit.commands.engines import Engine, Offline, offline
+from readmit.daemon import ask_daemon, connect
 from weightcache import identity, memory, messages
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.errors import ProtocolError, ResourceError
@@ -70,12 +71,12 @@ def prepare(
     runs, python = offline(engine), new / "bin" / "python"
     if not os.access(python, os.X_OK):
         raise typer.BadParameter(f"{python} is no interpreter that can be run")
-    before = ask(socket, messages.Status())
+    before = ask_daemon(socket, messages.Status())
     needed = Checkpoint.open(model).total_bytes
     require_room(before, needed)
     workers = [[*argv, "--beside"] for argv in _workers(str(python.absolute()), runs, model, dtype, tp_size)]
     done = _load_all(workers, wait_s, socket)
-    after = ask(socket, messages.Status())
+    after = ask_daemon(socket, messages.Status())
     old = {each["generation"] for each in before["generations"]}
     facts = {
         "seconds": max(each["seconds"] for each in done),

@@ -10,8 +10,9 @@ import msgspec
 import typer
 
 from readmit.commands import Json
-from readmit.commands.daemon import Dtype, ask
+from readmit.commands.daemon import Dtype
 from readmit.commands.engines import Engine, offline
+from readmit.daemon import ask_daemon
 from weightcache import messages
 from weightcache.errors import ConfigError
 from weightcache.fingerprint import CacheConfig
@@ -112,7 +113,7 @@ def _through_an_arena(loaded: Any, mapped: Any, config: CacheConfig) -> None:
 
 def _with_resident_layout(wanted: CacheConfig, socket: Path) -> CacheConfig:
     """The identity under which the same weights are resident, if only the layout's name differs."""
-    differences = ask(socket, messages.Explain(config=wanted.to_dict()))["differences"] or []
+    differences = ask_daemon(socket, messages.Explain(config=wanted.to_dict()))["differences"] or []
     if [each["field"] for each in differences] == ["layout_id"]:
         return msgspec.structs.replace(wanted, layout_id=differences[0]["found"])
     return wanted

@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 from benchmarks.gate_parts.damage import Damage, last_norm
-from tests.readmit.gate.harness import ReferenceEngine, ending, probe_file, until
+from tests.readmit.gate.harness import ReferenceEngine, ScriptedEngine, ending, probe_file, until
 from tests.readmit.gate.nodes import Node
 
 from readmit import demo_model
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    """An engine without a model, for tests of what lies between it and clients."""
+    engine = ScriptedEngine()
+    with ending(engine):
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,6 @@ from readmit.gate.http import HEAD_BYTES_MAX
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    with ending(engine):
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def gate(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     folder = tmp_path_factory.mktemp("http")
     where = ["--journal", str(folder / "journal.sqlite3"), "--probes", str(probe_file(folder / "probes.json"))]

@@ -36,13 +36,6 @@ def options(probes: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    with ending(engine):
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def gate(engine: ScriptedEngine, options: list[str]) -> Iterator[Gate]:
     gate = Gate("--slot", f"a={engine.url}", *options)
     with ending(gate):

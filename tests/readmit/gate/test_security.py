@@ -23,13 +23,6 @@ BODY_MAX = 100_000
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    with ending(engine):
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("secure")
     probe_file(folder / "probes.json")
