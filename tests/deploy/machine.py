@@ -77,12 +77,13 @@ def why_not() -> str | None:
     if not SYSTEMD.exists():
         return f"there is no {SYSTEMD}"
     namespaces = ("--mount", "--pid", "--fork", "--cgroup", "--ipc", "--uts", "--mount-proc")
+    group = f"/run/c/readmit-tried-{os.getpid()}"  # cgroups are no namespace's own: others may be trying too
     steps = (
         "mount -t tmpfs t /run",
         "mkdir /run/c",
         "mount -t cgroup2 c /run/c",
-        "mkdir /run/c/tried",
-        "rmdir /run/c/tried",
+        f"mkdir {group}",
+        f"rmdir {group}",
         "mkdir /run/u /run/w",
         "mount -t overlay o -o lowerdir=/etc,upperdir=/run/u,workdir=/run/w /etc",
     )
