@@ -148,9 +148,10 @@ async def _keep_alive(notifier: Notifier) -> None:
 
 def count_descriptors(handed: int) -> None:
     """Say how many descriptors are open and were handed over, and that they are many before they are too many."""
+    kept = os.environ.get("FDSTORE", "")
     counts = (
         (len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0], "open", "LimitNOFILE"),
-        (handed, int(os.environ.get("FDSTORE") or STORE_MAX), "in keeping", "FileDescriptorStoreMax"),
+        (handed, int(kept) if kept.isdecimal() else STORE_MAX, "in keeping", "FileDescriptorStoreMax"),
     )
     for count, limit, what, setting in counts:
         if count > _MANY * limit:

@@ -181,7 +181,13 @@ def trusted_uids(environ: Mapping[str, str] = os.environ) -> frozenset[int]:
     """
     named = environ.get("WEIGHTCACHE_UID")
     if named and not named.isdecimal():
-        raise ConfigError("uid", "WEIGHTCACHE_UID is no uid", expected="a number", found=named)
+        raise ConfigError(
+            "uid",
+            "WEIGHTCACHE_UID is no uid",
+            expected="a number",
+            found=named,
+            remedy="Set it to the uid of the user whose daemon this is (id -u NAME), or unset it",
+        )
     return frozenset({os.geteuid(), 0, *([int(named)] if named else ())})
 
 

@@ -63,14 +63,22 @@ def prepare(home_folder: Path | None = None, report: Report | None = None) -> Pa
         report: called after every converted tensor.
 
     Raises:
-        ConfigError: the package with the model file is not installed.
+        ConfigError: the package with the model file is not installed, or the folder cannot be made.
     """
     source = _gguf_file()
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = (home_folder or home()) / "models" / f"{digest[:16]}-{_LAYOUT}"
     model = folder / NAME
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "path",
+            f"the demo model's folder {folder} cannot be made: {error.strerror}",
+            remedy="Name another place (READMIT_HOME) or let this user write there",
+            path=str(folder),
+        ) from error
     with _whole_or_nothing(model) as partial:
         if partial is not None:
             _convert(source, partial, report or (lambda done, total: None))
@@ -231,7 +239,8 @@ def main() -> None:
         try:
             model = prepare(report=lambda done, total: progress.update(task, completed=done, total=total))
         except ConfigError as error:
-            sys.exit(f"readmit: {error}")
+            print(f"readmit: {error}", file=sys.stderr)
+            sys.exit(2)
     sys.stdout.write(f"{model}\n")
 
 

@@ -45,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     # OpenMP reads it when torch is imported. Its threads otherwise spin while they wait for each other, and on cores
     # that a standby or another engine shares, a token then takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    journal = Journal.from_environment()
-    with journal.phase("spawn", began_ns=_process_start_ns()):
-        pass  # it ended when the interpreter reached this line
-    began_ns = boottime_ns()
-    arguments = _parser().parse_args(argv)
     try:
+        journal = Journal.from_environment()
+        with journal.phase("spawn", began_ns=_process_start_ns()):
+            pass  # it ended when the interpreter reached this line
+        began_ns = boottime_ns()
+        arguments = _parser().parse_args(argv)
         configure(arguments.log_format)
         run(arguments, journal, began_ns)
     except WeightCacheError as error:

@@ -117,6 +117,19 @@ def test_a_port_that_cannot_be_had(model: Path, here: Place, port: str, problem:
     assert problem in said
 
 
+@pytest.mark.parametrize("words", [("engine", "model", "--port", "0"), ("cache", "status"), ("run", "--", "true")])
+def test_a_place_in_the_node_that_is_none(here: Place, words: tuple[str, ...]) -> None:
+    status = os.EX_CONFIG if words[0] == "engine" else 2
+    said = refused(here, *words, status=status, READMIT_RANK="x")
+    assert "READMIT_RANK is no number: expected 0, 1, 2, ..., found x. Unset READMIT_RANK" in said
+
+
+def test_a_place_for_the_model_that_is_none(here: Place) -> None:
+    (here.folder / "file").touch()
+    said = refused(here, "model", READMIT_HOME=str(here.folder / "file"))
+    assert "cannot be made: Not a directory. Name another place (READMIT_HOME)" in said
+
+
 def test_a_command_that_is_no_program(here: Place) -> None:
     (here.folder / "engine").touch(mode=0o600)
     said = refused(here, "run", "--", "./engine")

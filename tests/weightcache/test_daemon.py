@@ -353,6 +353,9 @@ def test_descriptors_are_counted_against_their_limits_before_they_are_too_many(
         monkeypatch.setenv("FDSTORE", "20")
         count_descriptors(16)
         assert "16 descriptors are in keeping: beyond 20" in caplog.text
+        monkeypatch.setenv("FDSTORE", "many")
+        count_descriptors(3001)
+        assert "3001 of 4096 descriptors are in keeping" in caplog.text
 
 
 def _cpu_s(pid: int) -> float:

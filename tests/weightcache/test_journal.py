@@ -84,6 +84,13 @@ def test_context_travels_by_environment():
     assert environment["TRACEPARENT"] == f"00-{context.episode}-{span_id(context.episode, 'attempt', 3)}-01"
 
 
+@pytest.mark.parametrize("name", ["READMIT_ATTEMPT", "READMIT_RANK"])
+@pytest.mark.parametrize("text", ["x", "-1", "1.0", " "])
+def test_a_context_that_is_none(name, text):
+    with pytest.raises(ConfigError, match=f"{name} is no number: expected 0, 1, 2, ..., found {text}. Unset {name}"):
+        Context.from_environment({name: text})
+
+
 class TestKilledWriters:
     def test_every_write_that_returned_is_there(self, path):
         """Writers are SIGKILLed at random moments; each prints a number after its append returned."""

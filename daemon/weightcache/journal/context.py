@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from weightcache.errors import ConfigError
+
 
 class Context(NamedTuple):
     """Node, slot, episode, attempt and rank of what a process has to say; passed to children by environment."""
@@ -16,14 +18,17 @@ class Context(NamedTuple):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Context":
-        """Read ``READMIT_NODE`` (by default the host's name), ``_SLOT``, ``_EPISODE``, ``_ATTEMPT`` and ``_RANK``."""
-        attempt, rank = environ.get("READMIT_ATTEMPT"), environ.get("READMIT_RANK")
+        """Read ``READMIT_NODE`` (by default the host's name), ``_SLOT``, ``_EPISODE``, ``_ATTEMPT`` and ``_RANK``.
+
+        Raises:
+            ConfigError: ``context``: attempt or rank is no number.
+        """
         return cls(
             node=environ.get("READMIT_NODE") or os.uname().nodename,
             slot=environ.get("READMIT_SLOT") or None,
             episode=environ.get("READMIT_EPISODE") or None,
-            attempt=int(attempt) if attempt else None,
-            rank=int(rank) if rank else None,
+            attempt=_number(environ, "READMIT_ATTEMPT"),
+            rank=_number(environ, "READMIT_RANK"),
         )
 
     def to_environment(self) -> dict[str, str]:
@@ -43,6 +48,19 @@ class Context(NamedTuple):
         if self.episode is None:
             return None
         return f"00-{self.episode}-{span_id(self.episode, 'attempt', self.attempt or 0)}-01"
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text and not text.isdecimal():
+        raise ConfigError(
+            "context",
+            f"{name} is no number",
+            expected="0, 1, 2, ...",
+            found=text,
+            remedy=f"Unset {name}: the keeper sets it",
+        )
+    return int(text) if text else None
 
 
 def span_id(*parts: object) -> str:
