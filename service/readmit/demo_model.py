@@ -234,13 +234,14 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"Converting {NAME}", total=None)
-        try:
+    console = Console(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(f"Converting {NAME}", total=None)
             model = prepare(report=lambda done, total: progress.update(task, completed=done, total=total))
-        except ConfigError as error:
-            print(f"readmit: {error}", file=sys.stderr)
-            sys.exit(2)
+    except ConfigError as error:
+        print(f"readmit: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.stdout.write(f"{model}\n")
 
 
