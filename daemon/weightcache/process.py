@@ -9,7 +9,10 @@ import os
 import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_PF_EXITING: Final = 0x4
+"""In the kernel's flags of a task, from the moment that it begins to exit (include/linux/sched.h)."""
 
 
 class Stat(NamedTuple):
@@ -18,6 +21,12 @@ class Stat(NamedTuple):
     state: str
     session: int
     start_ticks: int
+    flags: int
+
+    @property
+    def exiting(self) -> bool:
+        """Whether it runs no more code of its own, though its memory and sockets may take seconds to go."""
+        return self.state in "ZX" or bool(self.flags & _PF_EXITING)
 
     @classmethod
     def read(cls, pid: int) -> "Stat | None":
@@ -28,7 +37,7 @@ class Stat(NamedTuple):
                 fields = file.read().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return None
-        return cls(fields[0].decode(), int(fields[3]), int(fields[19]))
+        return cls(fields[0].decode(), int(fields[3]), int(fields[19]), int(fields[6]))
 
 
 class Exit(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from readmit.gate.tripwire import Tripwire
 from weightcache.process import Process, Stat, tree
 
 _LISTEN: Final = "0A"
@@ -24,9 +25,9 @@ class Engine(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> "Engine | None":
-        """The process that has this pid now, None if there is none or it has already exited."""
+        """The process that has this pid now, None if there is none or it has begun to exit."""
         stat = Stat.read(pid)
-        return None if stat is None or stat.state in "ZX" else cls(pid, stat.start_ticks)
+        return None if stat is None or stat.exiting else cls(pid, stat.start_ticks)
 
     @property
     def alive(self) -> bool:
@@ -34,7 +35,7 @@ class Engine(NamedTuple):
 
     @contextlib.contextmanager
     def watched(self, on_exit: Callable[[], None]) -> Iterator[None]:
-        """Call back on the running event loop as soon as the process exits, at once if it has."""
+        """Call back on the running event loop, once, as soon as the process begins to exit; at once if it has."""
         loop = asyncio.get_running_loop()
         process = Process.open(self.pid, self.start_ticks)
         if process is None:
@@ -42,13 +43,37 @@ class Engine(NamedTuple):
             yield
             return
 
+        watching = True
+
         def exited() -> None:
-            loop.remove_reader(process)
-            on_exit()
+            nonlocal watching
+            if watching:
+                watching = False
+                loop.remove_reader(process)
+                on_exit()
+
+        def exits() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(exited)
 
         loop.add_reader(process, exited)
+        wire = Tripwire(self.pid, self.start_ticks, exits)
         try:
             yield
+        finally:
+            watching = False
+            wire.cut()
+            loop.remove_reader(process)
+            process.close()
+
+    async def gone(self) -> None:
+        """Wait until the process has ended, and its memory and sockets are free."""
+        if (process := Process.open(self.pid, self.start_ticks)) is None:
+            return
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(process, ended.set)
+        try:
+            await ended.wait()
         finally:
             loop.remove_reader(process)
             process.close()

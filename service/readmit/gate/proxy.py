@@ -9,9 +9,9 @@ import asyncio
 import errno
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from http import HTTPStatus
-from typing import Final
+from typing import Final, TypeVar
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
@@ -22,6 +22,8 @@ from readmit.gate.problem import Problem
 from readmit.gate.slots import Lease, Slot
 from readmit.gate.trace import Trace
 from readmit.gate.upload import Headers, Upload, header_of
+
+T = TypeVar("T")
 
 HOP_BY_HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding"
@@ -37,6 +39,9 @@ IMMEDIATE_FAIL: Final = (b"x-envoy-immediate-health-check-fail", b"true")
 KEPT_S: Final = 1.0
 """How long a connection is kept for the next request. uvicorn, and so vLLM, closes its own after 5 s: a request must
 not meet a connection that the engine is about to close, for then nobody knows whether it may be repeated."""
+LAST_WORDS_S: Final = 0.002
+"""For what an engine had sent before it began to exit: that has arrived, and only needs to be read. Its connections
+may end seconds later."""
 CONNECT_LIMIT_S: Final = 2.0
 """An engine on this node that does not take a connection in this time has a full queue."""
 
@@ -167,6 +172,9 @@ class _Exchange:
         self._ended: str | None = None
         """Why it was broken off: ``client_gone``, or for what its slot was taken out of service."""
         self._task: asyncio.Task[object] | None = None
+        self._exits = False
+        self._patience: asyncio.Timeout | None = None
+        """While the engine has to do something."""
 
     async def run(self) -> str:
         """Carry it out; drop it as soon as the client has gone, break it off when the engine is taken out of service.
@@ -199,6 +207,10 @@ class _Exchange:
     def _eject(self, reason: str) -> None:
         if reason in BREAKING:
             self._break_off(reason)
+        elif reason == "engine_exited":
+            self._exits = True
+            if self._patience is not None and not self._patience.expired():
+                self._patience.reschedule(asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _break_off(self, why: str) -> None:
         if self._ended is None and not self._complete and self._task is not None:
@@ -208,8 +220,7 @@ class _Exchange:
     async def _carry(self) -> str:
         gate, began = self._gate, time.monotonic()
         try:
-            async with asyncio.timeout(self._settings.first_byte_limit_s):
-                response = await self._request()
+            response = await self._within(self._settings.first_byte_limit_s, self._request())
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _NotTaken(refused=isinstance(error, OSError) and error.errno == errno.ECONNREFUSED) from error
         except TimeoutError:
@@ -251,7 +262,8 @@ class _Exchange:
         content = response.content
         try:
             while not self._complete:
-                chunk = content.read_nowait() or await self._next(content)
+                # Empty when the engine has sent everything.
+                chunk = content.read_nowait() or await self._within(self._settings.idle_limit_s, content.readany())
                 self._complete = content.at_eof()
                 # Waits while the client reads more slowly than the engine writes; the engine then waits as well.
                 await self._send(_body(chunk, more=not self._complete))
@@ -268,10 +280,22 @@ class _Exchange:
             return "cut_off"
         return "answered"
 
-    async def _next(self, content: aiohttp.StreamReader) -> bytes:
-        """What the engine sends next; empty when it has sent everything."""
-        async with asyncio.timeout(self._settings.idle_limit_s):
-            return await content.readany()
+    async def _within(self, limit_s: float, done: Awaitable[T]) -> T:
+        """What the engine does next.
+
+        Raises:
+            TimeoutError: not within the limit.
+            aiohttp.ServerDisconnectedError: its process exits.
+        """
+        try:
+            async with asyncio.timeout(LAST_WORDS_S if self._exits else limit_s) as self._patience:
+                return await done
+        except TimeoutError as error:
+            if not self._exits or isinstance(error, aiohttp.ClientError):
+                raise
+            raise aiohttp.ServerDisconnectedError from error
+        finally:
+            self._patience = None
 
     async def _fail(self, problem: Problem) -> None:
         await problem.send(self._send, self._scope["path"], [_traceresponse(self._trace)])

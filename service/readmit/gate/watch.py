@@ -130,6 +130,8 @@ class Watch:
             self._life = self._living = self.slot.engine = None
         if not living.cancelled():
             living.result()
+        if engine is not None and not engine.alive:
+            await engine.gone()  # until then its port may still be open
 
     def _lose(self, reason: str) -> None:
         """The process is not the slot's engine any more."""

@@ -1,16 +1,20 @@
 """A small engine that does as it is told: it speaks HTTP on plain sockets, so that it can also misbehave.
 
 ``POST /script`` with a JSON object changes ``answer``, ``status``, ``delay_s``, ``logprobs``, ``hangs_on`` (a prompt
-that is never answered) or ``listening`` and returns what was seen so far. Completions get the next of ``answers``, then
+that is never answered), ``only`` (the one prompt that is) or ``listening`` and returns what was seen so far. Completions get the next of ``answers``, then
 ``answer``. The other routes each do one thing to the proxy.
 """
 
 import asyncio
+import ctypes
 import json
 import os
+import platform
 import socket
 import struct
 import sys
+import threading
+import time
 from typing import Any
 
 script: dict[str, Any] = {
@@ -21,6 +25,7 @@ script: dict[str, Any] = {
     "listening": True,
     "logprobs": None,
     "hangs_on": None,
+    "only": None,
 }
 seen: dict[str, Any] = {"completions": 0, "disconnects": 0, "sent": 0, "requests": []}
 listening: dict[str, asyncio.Server] = {}
@@ -58,7 +63,8 @@ async def respond(head: bytes, reader: asyncio.StreamReader, writer: asyncio.Str
             whole(writer, 200, {"data": [{"id": "scripted"}]})
         case "/v1/completions":
             seen["completions"] += 1
-            hangs = script["hangs_on"] is not None and json.loads(body)["prompt"] == script["hangs_on"]
+            prompt = json.loads(body)["prompt"] if script["hangs_on"] or script["only"] else None
+            hangs = prompt is not None and (prompt == script["hangs_on"] or script["only"] not in (None, prompt))
             await watched(asyncio.sleep(3600 if hangs else script["delay_s"]), reader)
             answer = script["answers"].pop(0) if script["answers"] else script["answer"]
             whole(writer, script["status"], {"choices": [{"text": answer, "logprobs": script["logprobs"]}]})
@@ -86,6 +92,13 @@ async def respond(head: bytes, reader: asyncio.StreamReader, writer: asyncio.Str
             await watched(asyncio.sleep(3600), reader)
         case "/v1/dies-before":
             os._exit(9)
+        case "/v1/dies-slowly":
+            die_slowly()
+        case "/v1/dies-slowly-within":
+            begin(writer, "text/event-stream")
+            chunk(writer, b'data: {"n": 0}\n\n')
+            await writer.drain()
+            die_slowly()
         case "/v1/breaks-before":
             reset(writer)
         case "/v1/dies-within":
@@ -106,6 +119,12 @@ async def respond(head: bytes, reader: asyncio.StreamReader, writer: asyncio.Str
             whole(writer, 404, {"error": "no such route"})
     await writer.drain()
     return False
+
+
+def die_slowly() -> None:
+    """Die as one does that has much memory: the main thread is gone, and all connections are still open."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 9)  # _exit(2) of this thread alone
 
 
 async def watched(work: Any, reader: asyncio.StreamReader) -> None:
@@ -165,7 +184,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def main() -> None:
-    listening["server"] = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[1]))
+    listening["server"] = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[-1]))
     print("scripted engine listens", flush=True)
     await asyncio.Event().wait()
 

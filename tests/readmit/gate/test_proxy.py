@@ -235,6 +235,25 @@ def test_an_engine_that_dies_in_mid_stream_leaves_no_whole_answer(mortal: tuple[
     until(lambda: gate.metric('readmit_gate_requests_total{outcome="cut_off"}') == 1, "it to be counted")
 
 
+def test_an_engine_whose_death_takes_long_is_not_waited_for(mortal: tuple[Gate, ScriptedEngine]) -> None:
+    gate, engine = mortal
+    answer = gate.client.post("/v1/dies-slowly", content=b"x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_died")
+    assert gate.client.post("/v1/echo", content=b"x").status_code == 503
+    assert gate.slot()["reason"] == "engine_exited"
+    assert engine.process.poll() is None, "all its connections are open"
+
+
+def test_what_an_engine_had_sent_before_it_began_to_die_arrives(mortal: tuple[Gate, ScriptedEngine]) -> None:
+    gate, engine = mortal
+    pieces: list[str] = []
+    with gate.client.stream("GET", "/v1/dies-slowly-within") as response, pytest.raises(httpx.RemoteProtocolError):
+        pieces.extend(response.iter_text())
+    assert sse("".join(pieces))[0] == {"n": 0}
+    assert "engine_died" in "".join(pieces)
+    assert engine.process.poll() is None, "all its connections are open"
+
+
 def test_a_document_that_breaks_off_is_not_passed_for_whole(gate: Gate) -> None:
     with pytest.raises(httpx.RemoteProtocolError):
         gate.client.get("/v1/breaks-json")
