@@ -257,7 +257,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(arguments.socket))
         listener.listen()
-        Notifier.from_environment().ready(resident.status)
+        Notifier.from_environment().ready(resident.status, insists=False)  # it has one thread, and ends with its keeper
         try:
             forked = resident.serve(listener)
         except OutOfDate as error:

@@ -5,13 +5,14 @@ of sd_notify(3), sd_pid_notify_with_fds(3), sd_notify_barrier(3) and sd_listen_f
 """
 
 import array
+import contextlib
 import math
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Final
 
 from weightcache.errors import ConfigError
@@ -24,6 +25,8 @@ STORE_MAX: Final = 4096
 SEND_LIMIT_S: Final = 5.0
 """How long a send waits for room in the manager's queue, which a stopped manager no longer empties."""
 RETRY_S: Final = 0.5
+_DEAD: Final = (ConnectionError, FileNotFoundError, TimeoutError)
+"""What a send to a manager fails with that is dead or stopped."""
 
 
 class Notifier:
@@ -34,7 +37,7 @@ class Notifier:
         watchdog_s: after so many seconds of silence the manager takes the service for dead; None if it does not watch.
 
     What is sent returns whether it reached the manager's queue: False without a manager, or while it is dead. Nothing
-    need be sent again: a keeper that comes back asks by SIGHUP for all descriptors.
+    need be sent again: a keeper that comes back asks by SIGHUP for all descriptors, and `ready` sees to itself.
 
     Raises:
         ConfigError: ``notify_socket``, when the address is of a kind we do not speak.
@@ -65,10 +68,11 @@ class Notifier:
         """Whether there is a manager at all."""
         return self._address is not None
 
-    def ready(self, status: str = "", *, main_pid: int | None = None) -> bool:
+    def ready(self, status: str = "", *, main_pid: int | None = None, insists: bool = True) -> bool:
         """Say that the service is up; ``main_pid`` where it is not the process that the manager started.
 
-        A manager that is dead just now is told once it is back: nobody else will tell it.
+        It is said until a manager has taken it in, by a thread unless ``insists`` is false: one that dies takes along
+        what waits in its queue, and nobody else would tell its successor.
         """
         fields = ["READY=1"]
         if status:
@@ -76,7 +80,7 @@ class Notifier:
         if main_pid is not None:
             fields.append(f"MAINPID={main_pid}")
         sent = self._send(*fields)
-        if self.active and not sent:
+        if self.active and insists:
             threading.Thread(target=self._insist, args=fields, name="sdnotify", daemon=True).start()
         return sent
 
@@ -124,46 +128,61 @@ class Notifier:
         Returns:
             Whether it did; False without a manager, or when it died or stayed silent for ``timeout_s`` seconds.
         """
-        ours, theirs = os.pipe()
         try:
-            try:
-                sent = self._send("BARRIER=1", fds=(theirs,))
-            finally:
-                os.close(theirs)
-            if not sent:
-                return False
-            poller = select.poll()
-            poller.register(ours, 0)  # hang-up is always reported
+            with self._manager() as manager:
+                processed = _pass_barrier(manager, timeout_s)
             # A manager that dies with the message unread closes the pipe too: only a live one has processed it.
-            return bool(poller.poll(timeout_s * 1000)) and self._reachable()
-        finally:
-            os.close(ours)
+            with self._manager():
+                return processed
+        except _DEAD:
+            return False
 
     def _insist(self, *fields: str) -> None:
-        while not self._send(*fields):
+        while True:
+            with contextlib.suppress(*_DEAD), self._manager() as manager:
+                _say(manager, fields)
+                _pass_barrier(manager, None)
+                _say(manager, fields)  # refused by one that has died meanwhile, perhaps before it read the first
+                return
             time.sleep(RETRY_S)
 
     def _send(self, *fields: str, fds: Sequence[int] = ()) -> bool:
-        if self._address is None:
+        try:
+            with self._manager() as manager:
+                _say(manager, fields, fds)
+        except _DEAD:
             return False
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-            manager.settimeout(SEND_LIMIT_S)
-            try:
-                manager.connect(self._address)  # without it, waiting for room does not see the manager's queue
-                manager.sendmsg(["\n".join(fields).encode()], ancillary)
-            except (ConnectionError, FileNotFoundError, TimeoutError):
-                return False
         return True
 
-    def _reachable(self) -> bool:
-        assert self._address is not None
+    @contextlib.contextmanager
+    def _manager(self) -> Iterator[socket.socket]:
+        """A connection to the present manager; raises one of `_DEAD` where none is alive."""
+        if self._address is None:
+            raise FileNotFoundError("there is no service manager")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-            try:
-                manager.connect(self._address)
-            except (ConnectionError, FileNotFoundError):
-                return False
-        return True
+            manager.settimeout(SEND_LIMIT_S)
+            manager.connect(self._address)  # without it, waiting for room does not see the manager's queue
+            yield manager
+
+
+def _say(manager: socket.socket, fields: Sequence[str], fds: Sequence[int] = ()) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    manager.sendmsg(["\n".join(fields).encode()], ancillary)
+
+
+def _pass_barrier(manager: socket.socket, timeout_s: float | None) -> bool:
+    """Wait until the manager has read everything so far, or has died; False if it did neither in time."""
+    ours, theirs = os.pipe()
+    try:
+        try:
+            _say(manager, ("BARRIER=1",), (theirs,))
+        finally:
+            os.close(theirs)
+        poller = select.poll()
+        poller.register(ours, 0)  # hang-up is always reported
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+    finally:
+        os.close(ours)
 
 
 def listen_fds(environ: MutableMapping[str, str] = os.environ) -> list[tuple[str, int]]:

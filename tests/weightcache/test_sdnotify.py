@@ -47,7 +47,7 @@ def manager(address: str) -> Iterator[Manager]:
 
 def test_ready_status_and_stopping_are_the_documented_lines(manager: Manager, address: str) -> None:
     notifier = Notifier.from_environment({"NOTIFY_SOCKET": address})
-    assert notifier.ready("serving 3\ngenerations", main_pid=77)
+    assert notifier.ready("serving 3\ngenerations", main_pid=77, insists=False)
     assert notifier.status("busy")
     assert notifier.stopping()
     assert manager.receive() == (["READY=1", "STATUS=serving 3 generations", "MAINPID=77"], [])
@@ -58,7 +58,7 @@ def test_ready_status_and_stopping_are_the_documented_lines(manager: Manager, ad
 def test_an_abstract_address_works() -> None:
     name = f"readmit-test-{os.getpid()}"
     manager = Manager(f"\0{name}")
-    assert Notifier(f"@{name}").ready()
+    assert Notifier(f"@{name}").ready(insists=False)
     assert manager.receive() == (["READY=1"], [])
     manager.socket.close()
 
@@ -132,9 +132,22 @@ def test_a_manager_that_is_back_learns_who_is_ready(manager: Manager, address: s
     successor.socket.close()
 
 
+def test_what_a_manager_had_not_read_when_it_died_its_successor_is_told(manager: Manager, address: str) -> None:
+    assert Notifier(address).ready("serving")
+    manager.socket.close()  # with what waits in its queue
+    os.unlink(address)
+    successor = Manager(address)
+    assert successor.receive()[0] == ["READY=1", "STATUS=serving"]
+    fields, (pipe,) = successor.receive()
+    assert fields == ["BARRIER=1"]
+    os.close(pipe)
+    assert successor.receive()[0] == ["READY=1", "STATUS=serving"], "to one that lives, and so has read the first"
+    successor.socket.close()
+
+
 def test_without_a_manager_nothing_happens(address: str) -> None:
     for notifier in (Notifier(None), Notifier(address)):
-        assert not notifier.ready()
+        assert not notifier.ready(insists=False)
         assert not notifier.store("x", 0)
         assert not notifier.barrier(0.05)
     assert not Notifier(None).active

@@ -128,6 +128,11 @@ class Child:
             self.output.trim()
         if self.slot is not None and self.process is not None:
             self.slot.oom.look()
+        self.note_segments()
+
+    def note_segments(self) -> None:
+        """Note what shared memory an engine has, to remove it once all its processes are dead."""
+        if self.slot is not None and self.process is not None:
             self.litter.note(self.process.pid)
 
     def record(self) -> ChildRecord:
@@ -265,6 +270,7 @@ class Child:
             "uptime_s": round((boottime_ns() - self.since_ns) / 1e9, 3) if self.process else None,
             "starts": self.starts,
             "stored": len(self.store),
+            "segments": len(self.litter.noted),
             "episode_open": slot.is_open if slot else None,
             "next_start_s": round(max(0.0, self.next_start - time.monotonic()), 3) if self.next_start else None,
             "output": str(self.output.path) if self.output else None,

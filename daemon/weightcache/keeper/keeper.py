@@ -18,6 +18,7 @@ from weightcache.keeper.control import ControlServer, Later
 from weightcache.keeper.fdstore import remove_dead_socket
 from weightcache.keeper.handover import Handover
 from weightcache.keeper.lives import Lives, facts_of
+from weightcache.keeper.segment_watch import SegmentWatch
 from weightcache.keeper.slot import ORDERED_CAUSES
 from weightcache.keeper.spec import ChildSpec, KeeperSpec
 from weightcache.keeper.succession import Succession
@@ -49,6 +50,7 @@ class Keeper(Lives):
         self.succession: Succession | None = None
         self._handover = handover
         self._interrupts = 0
+        self._segment_watch: SegmentWatch | None = None
 
     def run(self) -> int:
         """Keep the children until SIGTERM, SIGINT or SIGHUP; returns the exit status."""
@@ -63,8 +65,9 @@ class Keeper(Lives):
         if handover is not None:
             told = {"ok": True, "pid": os.getpid(), "release": VERSION, "previous": handover.release}
             self.control.answer(Later(handover.asker), told)
-        self._manager.ready(f"{len(self.children)} processes")
+        self._manager.ready(f"{len(self.children)} processes", insists=False)  # a thread would not survive our forks
         self._repeat(TICK_S, self._tick)
+        self._watch_segments()
         if self.spec.foreground:
             self._repeat(ECHO_S, self._echo)
         self.loop.run()
@@ -168,6 +171,8 @@ class Keeper(Lives):
     def _leave(self) -> None:
         """Leave nothing behind."""
         self.control.close()
+        if self._segment_watch is not None:
+            self._segment_watch.close()
         listeners = [path for child in self.children for path in child.store.listening_at()]
         for child in self.children:
             child.close()
@@ -239,6 +244,18 @@ class Keeper(Lives):
         if os.getpid() == 1 or self._residents:
             ours = [child.process.pid for child in self.children if child.process]
             reap_strangers([*ours, self.succession.trial.pid] if self.succession else ours)
+
+    def _watch_segments(self) -> None:
+        """Hear of engines' shared memory between the ticks: who is killed at once must not leave it behind."""
+        if any(child.slot for child in self.children):
+            try:
+                self._segment_watch = SegmentWatch(self.loop, self._note_segments)
+            except OSError as error:
+                say(f"shared memory is noted every {TICK_S:g} s only, since nobody tells of it: {error}")
+
+    def _note_segments(self) -> None:
+        for child in self.children:
+            child.note_segments()
 
     def _repeat(self, seconds: float, callback: Callable[[], None]) -> None:
         def again() -> None:

@@ -34,13 +34,15 @@ class Litter:
 
     def note(self, session: int) -> None:
         """Note what the processes of a session map now."""
+        unknown = set(_segments()) - self.noted
+        if not unknown:
+            return  # reading maps takes milliseconds, and a recovery may be under way
         inodes: set[int] = set()
         for pid in _processes():
             stat = Stat.read(pid)
             if stat is not None and stat.session == session:
                 inodes.update(_mapped(pid))
-        if inodes:
-            self.noted.update((name, inode) for name, inode in _segments() if inode in inodes)
+        self.noted.update((name, inode) for name, inode in unknown if inode in inodes)
 
     def clear(self) -> list[str]:
         """Remove what was noted and nobody maps; returns the names. Call it once the session is dead."""
@@ -50,6 +52,11 @@ class Litter:
         removed = [name for name, inode in sorted(self.noted) if inode not in in_use and _remove(FOLDER / name, inode)]
         self.noted.clear()
         return removed
+
+
+def is_engines(name: str) -> bool:
+    """Whether a name looks like what engines make for themselves."""
+    return _NAMES.fullmatch(name) is not None
 
 
 def _processes() -> Iterator[int]:
@@ -65,7 +72,7 @@ def _mapped(pid: int) -> Iterable[int]:
 
 def _segments() -> Iterator[tuple[str, int]]:
     with os.scandir(FOLDER) as entries:
-        yield from ((entry.name, entry.inode()) for entry in entries if _NAMES.fullmatch(entry.name))
+        yield from ((entry.name, entry.inode()) for entry in entries if is_engines(entry.name))
 
 
 def _remove(path: Path, inode: int) -> bool:

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.weightcache.keeper.harness import Node, wait_for
+from tests.weightcache.keeper import harness
+from tests.weightcache.keeper.harness import PATIENCE_S, Node, wait_for
 
 from weightcache.keeper.litter import FOLDER, Litter
+from weightcache.keeper.loop import Loop
+from weightcache.keeper.segment_watch import SegmentWatch
 
 HOLDER = """
 import mmap, os, sys
@@ -27,6 +30,14 @@ import multiprocessing
 lock = multiprocessing.get_context("spawn").Lock()
 print(lock._semlock.name, flush=True)
 input()
+"""
+
+WITHOUT_TICKS = """
+import sys
+import weightcache.keeper.keeper as keeper
+from weightcache.keeper.__main__ import main
+keeper.TICK_S = 1e6
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -121,5 +132,38 @@ def test_a_keeper_clears_up_after_a_killed_engine(node: Node, names: list[Path])
     keeper = node.start()
     wait_for(names[0].exists, "the engine's worker has mapped it")
     node.kill(wait_for(lambda: node.child("a").get("pid"), "the engine runs"))
+    wait_for(lambda: not names[0].exists(), "the keeper has removed it")
+    assert f"removed shared memory that a left behind: {names[0].name}" in node.stop(keeper)[1]
+
+
+def test_who_maps_and_is_killed_at_once_leaves_nothing(names: list[Path]) -> None:
+    """In a loop without any tick: only what the kernel tells."""
+    loop, litter, holders = Loop(), Litter(), list[subprocess.Popen[str]]()
+
+    def look() -> None:
+        litter.note(holders[0].pid)
+        loop.stop()
+
+    watch = SegmentWatch(loop, look)
+    loop.after(0, lambda: holders.append(hold(*names)))
+    loop.after(PATIENCE_S, loop.stop)
+    loop.run()
+    end(holders[0])
+    watch.close()
+    loop.close()
+    assert litter.clear() == sorted(path.name for path in names[:2])
+
+
+def test_a_worker_that_is_killed_before_any_tick_leaves_nothing(
+    node: Node, names: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine ends when it does, so when the keeper hears of it nobody is left whose maps could be read."""
+    monkeypatch.setattr(harness, "keeper_command", lambda spec: [sys.executable, "-c", WITHOUT_TICKS, str(spec)])
+    worker = [sys.executable, "-c", HOLDER.replace("input()", "import time; time.sleep(3600)"), str(names[0])]
+    leader = f"import subprocess; worker = subprocess.Popen({worker!r}); print(worker.pid, flush=True); worker.wait()"
+    node.children.append({"name": "a", "role": "engine", "argv": [sys.executable, "-c", leader], "limit": 1})
+    keeper = node.start()
+    wait_for(lambda: node.child("a").get("segments") == 1, "the keeper has noted it")
+    node.kill(int(Path(node.child("a")["output"]).read_text().split()[0]))
     wait_for(lambda: not names[0].exists(), "the keeper has removed it")
     assert f"removed shared memory that a left behind: {names[0].name}" in node.stop(keeper)[1]

@@ -60,9 +60,10 @@ def inheritable(pid: int) -> list[str]:
     close_on_exec = 0o2000000
     found = []
     for info in Path(f"/proc/{pid}/fdinfo").iterdir():
-        flags = next(line.split()[1] for line in info.read_text().splitlines() if line.startswith("flags:"))
-        if int(info.name) > 2 and not int(flags, 8) & close_on_exec:
-            found.append(os.readlink(f"/proc/{pid}/fd/{info.name}"))
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, such as whoever asked last
+            flags = next(line.split()[1] for line in info.read_text().splitlines() if line.startswith("flags:"))
+            if int(info.name) > 2 and not int(flags, 8) & close_on_exec:
+                found.append(os.readlink(f"/proc/{pid}/fd/{info.name}"))
     return found
 
 
