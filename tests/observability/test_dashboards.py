@@ -60,6 +60,7 @@ UNUSED = {
     "readmit_gate_engine_gpu_bytes": "for ad-hoc questions; the gate's page shows what an engine costs",
     "readmit_gate_engine_kv_tokens": "for ad-hoc questions; the gate's page shows what an engine costs",
     "readmit_gate_engine_private_bytes": "for ad-hoc questions; the gate's page shows what an engine costs",
+    "readmit_gate_slot_unanswered_requests": "the gate's own memory, shown by /readyz?verbose",
     "readmit_gate_slot_wrong_verifications": "the gate's own memory, shown on its page",
 }
 """Metrics that no rule and no dashboard reads, and why they exist."""

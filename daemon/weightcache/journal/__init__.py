@@ -12,8 +12,8 @@ What each kind of event carries (``name``; ``attributes``):
 
 ================  ===================================================================================================
 episode_open      cause; fault_boottime_ns (or fault_wall_ns, for a fault before this boot), fault_clock (``exit``,
-                  ``last_correct_answer``, ``last_event`` of the boot before, ``start``, ``command``), previous (episode
-                  id or None)
+                  ``last_correct_answer``, ``first_unanswered`` request, ``last_event`` of the boot before, ``start``,
+                  ``command``), previous (episode id or None)
 episode_close     outcome; verified (bool), generation, path (only where the lookups cannot tell: ``standby``)
 attempt_start     empty; command, starting_state
 attempt_end       outcome; exit_code, signal

@@ -47,7 +47,7 @@ def command(
         Path | None, typer.Option(help="The weight cache's socket, to have wrong weights quarantined.")
     ] = None,
     eject_last: Annotated[
-        bool, typer.Option("--eject-last", help="Eject for wrong answers even when no other slot is ready.")
+        bool, typer.Option("--eject-last", help="Eject for wrong answers, or none, even when no other slot is ready.")
     ] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="More requests at a time are answered 429.")] = 512,
     max_wait: Annotated[float, typer.Option(min=0, help="Seconds that requests may wait for a slot to be ready.")] = 0,
@@ -57,6 +57,9 @@ def command(
         float, typer.Option(help="Seconds after which an answer to a golden question is late.")
     ] = 10,
     hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
+    first_byte_limit: Annotated[
+        float, typer.Option(help="Seconds within which an engine must begin its response.")
+    ] = GateSettings.first_byte_limit_s,
     drain_notice: Annotated[float, typer.Option(help="Seconds to serve on after SIGTERM.")] = 5.0,
     drain_limit: Annotated[float, typer.Option(help="Seconds that running requests get to finish.")] = 60.0,
     token_file: Annotated[
@@ -97,6 +100,7 @@ def command(
         verify_interval_s=verify_interval,
         probe_limit_s=probe_limit,
         hang_limit_s=hang_limit,
+        first_byte_limit_s=first_byte_limit,
         drain_notice_s=drain_notice,
         drain_limit_s=drain_limit,
         token_file=token_file,

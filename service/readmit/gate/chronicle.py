@@ -181,23 +181,27 @@ class Chronicle:
         """Add that an override was ``set`` or ``lifted``."""
         self._submit("override", name, facts, None, Context(self.node))
 
-    def open_episode(self, slot: str, cause: str, last_correct_ns: int | None) -> None:
+    def open_episode(
+        self, slot: str, cause: str, fault_ns: int | None, *, fault_clock: str = "last_correct_answer", **facts: Any
+    ) -> None:
         """Open an episode for an engine that lives but does not answer, or answers wrongly; none if one is open.
 
-        The fault is dated back to the last correct answer: nobody knows that it came later.
+        The fault is dated back, as a rule to the last correct answer: nobody knows that it came later.
         """
         self.poll()
         if self.episode(slot) is not None:
             return
         last = self.replay.slots[slot].last
         now = boottime_ns()
-        facts = {
+        where = Context(self.node, slot, new_episode_id())
+        facts |= {
             "cause": cause,
-            "fault_boottime_ns": last_correct_ns or now,
-            "fault_clock": "last_correct_answer",
+            "fault_boottime_ns": fault_ns or now,
+            "fault_clock": fault_clock,
             "previous": last and last.id,
         }
-        self._submit("episode_open", cause, facts, now, Context(self.node, slot, new_episode_id()))
+        self._submit("episode_open", cause, facts, now, where)
+        self._submit("phase_begin", "detect", None, fault_ns or now, where)
 
     def close_episode(self, slot: str, verified: bool, at_ns: int) -> None:
         """Close the slot's open episode, and its attempt: the engine answers since ``at_ns``.

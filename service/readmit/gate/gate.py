@@ -19,6 +19,7 @@ from readmit.gate.gpu_memory import Nvml
 from readmit.gate.hold import Hold
 from readmit.gate.life import Means
 from readmit.gate.metrics import GateMetrics
+from readmit.gate.neglect import Neglect
 from readmit.gate.outlook import Outlook
 from readmit.gate.override import Override, Overrides
 from readmit.gate.probe_files import ProbeFiles
@@ -29,6 +30,7 @@ from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
 from readmit.gate.slots import Slot, Transition
 from readmit.gate.succession import Succession
+from readmit.gate.upload import Upload
 from readmit.gate.verifier import Verifier
 from readmit.gate.watch import Watch
 from weightcache.journal import boottime_ns
@@ -71,6 +73,7 @@ class Gate:
         self.succession = Succession(self.slots, self.chronicle, self._prove)
         self.hold = Hold(settings.max_wait_s, settings.max_queue)
         self.overrides = Overrides(self.chronicle)
+        self.neglect = Neglect(names, settings.neglect_limit_s, settings.eject_unanswered)
         self._verifier = Verifier(self.probes, settings.unverified_ok, settings.probe_headers)
         means = Means(
             settings,
@@ -80,6 +83,7 @@ class Gate:
             self.metrics,
             self.slots,
             self.overrides,
+            self.neglect,
         )
         self.watches = {
             slot.name: Watch(slot, chosen.supervised and self.chronicle.kept, means)
@@ -193,6 +197,7 @@ class Gate:
         metrics.override_ends.set(override.ends_s if override is not None and self.overrides.active else 0)
         for slot in self.slots:
             metrics.cost(slot, self.costs.get(slot.name))
+            metrics.unanswered.labels(slot.name).set(self.neglect.requests(slot.name))
 
     def refused(self, slot: Slot) -> None:
         """A slot's engine took no connection."""
@@ -201,6 +206,12 @@ class Gate:
     def doubt(self, slot: Slot) -> None:
         """A slot's engine failed a request."""
         self.watches[slot.name].doubt()
+
+    def neglected(self, slot: Slot, upload: Upload) -> None:
+        """A request got no first byte of a slot's engine, and was given up."""
+        self.neglect.left(slot.name, upload)
+        if self.neglect.faults(slot.name):
+            self.doubt(slot)
 
     def begin_override(self, reason: str, user: str, ttl_s: float) -> Override:
         """Let engines in whatever they answer, for so many seconds."""

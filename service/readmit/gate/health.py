@@ -79,6 +79,11 @@ def _explained(
         lines.append(f"  warning: {gate.overrides.current if told else 'an override is in force'}")
     if gate.probe_set_suspect:
         lines.append("  warning: several ready slots answer wrongly; the golden answers are doubted, not the engines")
+    for slot in gate.slots:
+        if count := gate.neglect.requests(slot.name):
+            lines.append(f"  warning: slot {slot.name} gave {count} different requests in a row no first byte")
+    if gate.neglect.suspect:
+        lines.append("  warning: no slot gives any request a first byte; the requests are doubted, not the engines")
     if gate.probes.error is not None and told:
         lines.append(f"  warning: {gate.probes.error}")
     if gate.chronicle.failure is not None and told:

@@ -13,6 +13,7 @@ from yarl import URL
 
 from readmit.gate.chronicle import Chronicle
 from readmit.gate.metrics import GateMetrics
+from readmit.gate.neglect import Neglect
 from readmit.gate.override import Overrides
 from readmit.gate.process import Engine
 from readmit.gate.remedies import Remedies
@@ -46,6 +47,7 @@ class Means:
     metrics: GateMetrics
     slots: Sequence[Slot]
     overrides: Overrides
+    neglect: Neglect
 
 
 class Life:
@@ -78,6 +80,8 @@ class Life:
         self._phase_marked = False
         self._silent_ns: int | None = None
         self._hangs = False
+        self._neglects = False
+        """Users wait for it in vain, whatever it says to golden questions; a process does not get over that."""
         self._restarting = False
 
     async def run(self) -> None:
@@ -91,7 +95,7 @@ class Life:
         """Ask until all answers are correct, and open. Nothing else opens."""
         good = mistakes = errors = 0
         while True:
-            if self._hangs and self._means.settings.restart_hung:
+            if (self._hangs or self._neglects) and self._means.settings.restart_hung:
                 await self._restart("hang")
             self._means.chronicle.poll()
             if not await self._port_open():
@@ -101,6 +105,11 @@ class Life:
                 self.slot.enter("loading", "port_closed" if self.slot.state != "loading" else self.slot.reason)
                 self._note_silence(boottime_ns())
                 await asyncio.sleep(PORT_POLL_S)
+                continue
+            if self._restarting or (self._neglects and self._dispensable()):
+                # Told to end, or of no use to anybody: right answers would not change that.
+                await asyncio.sleep(ERROR_PAUSE_S)
+                self._check()
                 continue
             self.slot.enter("verifying", "port_open" if self.slot.state != "verifying" else self.slot.reason)
             finding = await self._examine()
@@ -161,7 +170,7 @@ class Life:
 
     async def _while_correct(self) -> None:
         """Verify a ready slot on and on; returns when readiness has ended."""
-        settings = self._means.settings
+        settings, name = self._means.settings, self.slot.name
         window: deque[bool] = deque(maxlen=settings.eject_window)
         errors, turn, pause = 0, 0, settings.verify_interval_s
         while await self._due(pause):
@@ -184,6 +193,8 @@ class Life:
                 self.slot.wrong_while_ready = sum(window)
             errors = errors + 1 if finding.result == "error" and not finding.busy else 0
             match finding.result:
+                case "correct" if (self._neglects or self._means.neglect.faults(name)) and self._dispensable():
+                    self._eject_neglectful()
                 case "wrong":
                     pause = min(CONFIRM_S, pause)
                     if sum(window) >= settings.eject_wrong and self._may_eject():
@@ -256,6 +267,8 @@ class Life:
     def _begin_phase(self) -> None:
         """The first golden question is about to be put."""
         chronicle, name = self._means.chronicle, self.slot.name
+        if self.slot.ready:
+            return  # whatever episode is open, this does not wait for an answer: its end is yet to come
         if not self._phase_marked and chronicle.context(name).episode is not None:
             chronicle.write(name, "phase_begin", "semantic_verify")
             self._phase_marked = True
@@ -272,19 +285,40 @@ class Life:
             self._hangs = True
             self._eject("hang", "hang")
 
+    @property
+    def _others(self) -> list[Slot]:
+        """The other slots that are ready."""
+        return [slot for slot in self._means.slots if slot is not self.slot and slot.ready]
+
+    def _dispensable(self) -> bool:
+        """Whether the service goes on without this slot, or the operator chose that it need not."""
+        return not self._means.overrides.active and (bool(self._others) or self._means.settings.eject_last)
+
     def _may_eject(self) -> bool:
-        if self._means.overrides.active:
-            return False
-        others = [slot for slot in self._means.slots if slot is not self.slot and slot.ready]
-        if any(slot.wrong_while_ready for slot in others):
-            return False  # several at once: the probe set is suspect, not the fleet
-        return bool(others) or self._means.settings.eject_last
+        # Several that answer wrongly at once: the probe set is suspect, not the fleet.
+        return self._dispensable() and not any(slot.wrong_while_ready for slot in self._others)
 
     def _eject(self, reason: str, cause: str) -> None:
         log.warning("taken out of service: %s", reason, extra=self._place)
         self.slot.revoke(reason)
         self._means.chronicle.open_episode(self.slot.name, cause, self.slot.last_correct_ns)
         self._needed = self._means.settings.readmit_after
+
+    def _eject_neglectful(self) -> None:
+        """It answers golden questions and leaves users waiting: to them it hangs, since the first of them asked."""
+        neglect, name = self._means.neglect, self.slot.name
+        count = neglect.requests(name)
+        fault_ns = boottime_ns() - round(neglect.blame(name) * 1e9)
+        message = (
+            f"it answers golden questions, but gave {count} different requests in a row no first byte. An engine that "
+            f"nobody restarts stays out while another slot is ready: readmit restart {name} --cause hang"
+        )
+        log.warning("taken out of service: %s", message, extra=self._place)
+        if self.finding is not None:
+            self.finding = self.finding._replace(message=message)
+        self.slot.revoke("hang")
+        self._means.chronicle.open_episode(name, "hang", fault_ns, fault_clock="first_unanswered", unanswered=count)
+        self._needed, self._neglects = self._means.settings.readmit_after, True
 
     async def _restart(self, cause: str) -> None:
         remedies = self._means.remedies

@@ -72,6 +72,12 @@ class GateMetrics:
             ["slot"],
             registry=registry,
         )
+        self.unanswered = Gauge(
+            "readmit_gate_slot_unanswered_requests",
+            "Different requests in a row that a slot's engine gave no first byte; many make it leave.",
+            ["slot"],
+            registry=registry,
+        )
         self._openings = Counter("readmit_gate_openings", "How often a slot became ready.", ["slot"], registry=registry)
         self._revocations = Counter(
             "readmit_gate_revocations", "How often readiness ended, and why.", ["slot", "reason"], registry=registry
@@ -121,6 +127,7 @@ class GateMetrics:
                 self._probes.labels(slot, result)
             for metric in (
                 self._wrong,
+                self.unanswered,
                 self._openings,
                 self._probe_seconds,
                 self._private,

@@ -198,7 +198,11 @@ class _Exchange:
         finally:
             self._slot.carried.discard(self._eject)
             watching.cancel()
-        return "client_gone" if self._ended == "client_gone" else await self._ejected(self._ended)
+        if self._ended != "client_gone":
+            return await self._ejected(self._ended)
+        if not self._tail:
+            self._gate.neglected(self._slot, self._upload)
+        return "client_gone"
 
     async def _watch_client(self) -> None:
         await self._upload.disconnected()
@@ -224,8 +228,14 @@ class _Exchange:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _NotTaken(refused=isinstance(error, OSError) and error.errno == errno.ECONNREFUSED) from error
         except TimeoutError:
-            gate.doubt(self._slot)
             limit = f"{self._settings.first_byte_limit_s:g} s"
+            if self._upload.whole_s is None:
+                await self._fail(
+                    Problem(408, "upload-late", f"This request did not come whole within {limit}.", close=True)
+                )
+                return "client_gone"
+            gate.neglected(self._slot, self._upload)
+            gate.doubt(self._slot)
             await self._fail(Problem(504, "engine-late", f"The engine has not begun its response within {limit}."))
             return "first_byte_late"
         except (aiohttp.ClientError, OSError) as error:
@@ -264,11 +274,15 @@ class _Exchange:
             while not self._complete:
                 # Empty when the engine has sent everything.
                 chunk = content.read_nowait() or await self._within(self._settings.idle_limit_s, content.readany())
+                if not self._tail and self._upload.generates and response.status < HTTPStatus.BAD_REQUEST:
+                    self._gate.neglect.answered(self._slot.name)
                 self._complete = content.at_eof()
                 # Waits while the client reads more slowly than the engine writes; the engine then waits as well.
                 await self._send(_body(chunk, more=not self._complete))
                 self._tail = (self._tail + chunk)[-2:]
         except TimeoutError:
+            if not self._tail:  # its headers came at once, as of a stream
+                self._gate.neglected(self._slot, self._upload)
             self._gate.doubt(self._slot)
             message = f"The engine has sent nothing for {self._settings.idle_limit_s:g} s."
             await self._cut_off(headers, Problem(504, "engine-stalled", message))

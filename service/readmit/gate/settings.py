@@ -65,7 +65,10 @@ class GateSettings:
         verify_interval_s: between two verifications of an idle slot that is ready.
         eject_wrong: a ready slot is ejected when this many (k) of its last n verifications while idle were wrong.
         eject_window: n.
-        eject_last: eject for wrong answers even when no other slot is ready.
+        eject_last: eject for wrong answers, or none, even when no other slot is ready.
+        eject_unanswered: a slot is ejected, though it answers golden questions, when so many different requests in a
+            row got no first byte from it within `first_byte_limit_s`, or their clients gave them up after
+            `busy_hang_limit_s` or more.
         readmit_after: an ejected slot is ready again after this many good verifications in a row.
         hang_limit_s: an idle engine that gives no answer for this long is taken out of service.
         busy_hang_limit_s: the same for a busy one: late is not wrong.
@@ -101,6 +104,7 @@ class GateSettings:
     eject_wrong: int = 2
     eject_window: int = 3
     eject_last: bool = False
+    eject_unanswered: int = 3
     readmit_after: int = 2
     hang_limit_s: float = 30.0
     busy_hang_limit_s: float = 300.0
@@ -129,6 +133,19 @@ class GateSettings:
                 found=f"eject_wrong {self.eject_wrong}, eject_window {self.eject_window}",
                 remedy="Choose k of n wrong answers, such as 2 of 3",
             )
+        if self.eject_unanswered < 2:
+            raise ConfigError(
+                "eject",
+                "a single odd request would take a slot out of service",
+                expected="eject_unanswered of 2 or more",
+                found=str(self.eject_unanswered),
+                remedy="Leave it out: 3 is a good number",
+            )
+
+    @property
+    def neglect_limit_s(self) -> float:
+        """How long a request must have waited for its first byte to count as unanswered."""
+        return min(self.first_byte_limit_s, self.busy_hang_limit_s)
 
     @property
     def local(self) -> bool:

@@ -63,6 +63,7 @@ def _slot(gate: Gate, slot: Slot) -> dict[str, Any]:
     return {
         **gate.outlook(slot).to_dict(),
         "active": slot is gate.succession.active,
+        "unanswered": gate.neglect.requests(slot.name),
         "cost": measured.to_dict() if measured else None,
         "next_start": next_start._asdict() if next_start else None,
         "verdicts": [

@@ -1,6 +1,8 @@
 """A request's body on its way to the engine, and the client's end of the connection."""
 
 import asyncio
+import hashlib
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
@@ -25,7 +27,13 @@ class Upload:
         headers = scope["headers"]
         length = header_of(headers, b"content-length")
         self.expected = header_of(headers, b"transfer-encoding") is not None or length not in (None, b"0")
-        self.repeatable = scope["method"] in SAFE_METHODS or header_of(headers, b"idempotency-key") is not None
+        self.generates = scope["method"] not in SAFE_METHODS
+        """Whether an engine has to work on it; a list of models proves nothing."""
+        self.repeatable = not self.generates or header_of(headers, b"idempotency-key") is not None
+        self.whole_s: float | None = None
+        """When all of it had come in, by the monotonic clock; None before."""
+        self._scope = scope
+        self._first = b""
         self._receive = receive
         self._gone = False
         self._kept: list[bytes] = []
@@ -33,7 +41,13 @@ class Upload:
         self._more = self.expected
         self._read = asyncio.Event()
         if not self.expected:
-            self._read.set()
+            self._came_in()
+
+    def digest(self) -> bytes:
+        """The same for the same request: of its target, and of its body as far as that came in one piece."""
+        scope = self._scope
+        parts = (scope["raw_path"], scope["query_string"], header_of(scope["headers"], b"content-length"), self._first)
+        return hashlib.sha256(repr(parts).encode()).digest()
 
     async def body(self) -> bytes | AsyncIterator[bytes] | None:
         """What is to be sent: bytes where the client has sent all in one piece, which costs half as much to pass on."""
@@ -41,7 +55,8 @@ class Upload:
             return None
         if self._more and not self._kept:
             # Kept also where it may not be repeated: this engine may yet refuse the connection.
-            self._kept.append(await self._next())
+            self._first = await self._next()
+            self._kept.append(self._first)
         return self._chunks() if self._more or len(self._kept) != 1 else self._kept[0]
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -61,9 +76,13 @@ class Upload:
             await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
         self._more = message.get("more_body", False)
         if not self._more:
-            self._read.set()
+            self._came_in()
         chunk: bytes = message.get("body", b"")
         return chunk
+
+    def _came_in(self) -> None:
+        self.whole_s = time.monotonic()
+        self._read.set()
 
     def _keep(self, chunk: bytes) -> None:
         self._kept_bytes += len(chunk)

@@ -1,8 +1,8 @@
 """A small engine that does as it is told: it speaks HTTP on plain sockets, so that it can also misbehave.
 
 ``POST /script`` with a JSON object changes ``answer``, ``status``, ``delay_s``, ``logprobs``, ``hangs_on`` (a prompt
-that is never answered), ``only`` (the one prompt that is) or ``listening`` and returns what was seen so far. Completions get the next of ``answers``, then
-``answer``. The other routes each do one thing to the proxy.
+that is never answered), ``only`` (the one prompt that is) or ``listening`` and returns what was seen so far.
+Completions get the next of ``answers``, then ``answer``. The other routes each do one thing to the proxy.
 """
 
 import asyncio
