@@ -306,10 +306,9 @@ def test_a_thousand_attaches_leave_the_daemon_as_it_was(served: Cache) -> None:
             wait_for(lambda: served.leases() == 0)
             before = descriptors(daemon), memory_files(daemon), sorted(os.listdir(served.runtime_dir))
     wait_for(lambda: served.leases() == 0, "every lease to end")
-    wait_for(
-        lambda: (descriptors(daemon), memory_files(daemon), sorted(os.listdir(served.runtime_dir))) == before,
-        "descriptors, memory files and files to be as after the first",
-    )
+    # Of the questions asked above, one whose connection the daemon had not closed yet may be among the first ones.
+    wait_for(lambda: descriptors(daemon) <= before[0], "descriptors to be as few as after the first")
+    assert (memory_files(daemon), sorted(os.listdir(served.runtime_dir))) == before[1:]
     assert served.generations()[0]["hits"] == 1001
     assert len(served.events("WHERE kind = 'lease_open'")) == len(served.events("WHERE kind = 'lease_close'")) == 1002
 
