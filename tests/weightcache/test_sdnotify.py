@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from weightcache.errors import ConfigError
+from weightcache.frames import close_all
 from weightcache.sdnotify import FDS_PER_MESSAGE, Notifier, listen_fds
 
 
@@ -83,8 +84,9 @@ def test_more_descriptors_than_the_kernel_passes_at_once_go_in_several_messages(
     with open(os.devnull) as file:
         copies = [os.dup(file.fileno()) for _ in range(FDS_PER_MESSAGE + 7)]
         assert Notifier(address).store("many", *copies)
-    assert len(manager.receive()[1]) == FDS_PER_MESSAGE
-    assert len(manager.receive()[1]) == 7
+    received = [manager.receive()[1] for _ in range(2)]
+    assert [len(descriptors) for descriptors in received] == [FDS_PER_MESSAGE, 7]
+    close_all([*copies, *received[0], *received[1]])
 
 
 def test_remove_names_what_to_close(manager: Manager, address: str) -> None:

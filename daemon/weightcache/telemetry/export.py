@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 import sqlite3
 import threading
 import time
@@ -154,6 +155,8 @@ class Telemetry:
             sink.close()
         if self._server is not None:
             server, thread = self._server
+            # Its thread looks only twice a second whether it is to end, unless its socket wakes it.
+            server.socket.shutdown(socket.SHUT_RDWR)
             server.shutdown()
             server.server_close()
             thread.join()
