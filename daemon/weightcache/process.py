@@ -96,6 +96,12 @@ class Process:
             return False
         return True
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal holds it still: then it hears of nothing but SIGKILL and SIGCONT."""
+        stat = Stat.read(self.pid)
+        return stat is not None and stat.start_ticks == self.start_ticks and stat.state == "T"
+
     def terminate_group(self) -> None:
         """Send SIGTERM to its process group, which it leads, or to itself where it does not yet."""
         stat = Stat.read(self.pid)

@@ -228,7 +228,7 @@ class Keeper(Lives):
                 raise ValueError(f"a restart needs a cause, one of {', '.join(ORDERED_CAUSES)}; found {cause!r}")
             fault = {key: request[key] for key in ("fault_ns", "fault_clock") if key in request}
             child.slot.order(cause, **fault)
-        self._end(child, resumes=True)
+        self._end(child, resumes=True, hangs=request.get("cause") == "hang")
         return {"ok": True, "episode": child.slot.episode if child.slot else None}
 
     def _named(self, name: str) -> Child:

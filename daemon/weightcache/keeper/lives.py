@@ -23,6 +23,8 @@ from weightcache.sdnotify import Notifier
 
 HOLD_S: Final = 1.0
 """How often a resident process that waits for recoveries to be over is asked about."""
+STOPPED_LOOK_S: Final = 0.5
+"""How often a child that is to end is asked about: stopped by a signal it would never hear that."""
 STOP_ORDER: Final = ("gate", "other", "engine", "daemon")
 ARENA: Final = "arena-"
 """How the daemon's names for descriptors of weights begin."""
@@ -131,7 +133,7 @@ class Lives:
 
     def _on_ready(self, child: Child) -> None:
         first, child.ready = not child.ready, True
-        if child.slot is not None and self.spec.closes_episodes:
+        if child.slot is not None and self.spec.closes_episodes and not child.ordered:  # else it says so once more
             child.slot.ready()
         if first and child.adopted and child.role in STORING_ROLES and child.process is not None:
             child.process.send_signal(signal.SIGHUP)  # the one at adoption came before it could hear
@@ -189,6 +191,8 @@ class Lives:
         if self._stages is not None or (child.ordered and not child.resumes):
             child.state = "stopped"
         elif child.ordered:
+            if slot is not None:
+                slot.end("detect")
             self._start(child)
         elif slot is None:
             self._start_after(child, max(at_least_s, child.pause_s()))
@@ -229,8 +233,8 @@ class Lives:
             self._failed = True
             self._stop()
 
-    def _end(self, child: Child, *, resumes: bool) -> None:
-        """Tell a child to end, and, if it resumes, start it again then."""
+    def _end(self, child: Child, *, resumes: bool, hangs: bool = False) -> None:
+        """Tell a child to end, and, if it resumes, start it again then. One that hangs is not waited for."""
         told, child.ordered, child.resumes = child.ordered, True, resumes
         if child.process is None:
             child.cancel_timer()
@@ -241,7 +245,16 @@ class Lives:
             return
         child.state = "ending"
         child.process.terminate_group()
-        child.timer = self.loop.after(child.spec.stop_s, lambda: self._kill(child))
+        self._wait(child, 0 if hangs else child.spec.stop_s)
+
+    def _wait(self, child: Child, left_s: float) -> None:
+        """Let a child end by itself, but for one that cannot: a signal may stop it at any moment."""
+        assert child.process is not None
+        if left_s <= 0 or child.process.stopped:
+            self._kill(child)
+            return
+        pause_s = min(left_s, STOPPED_LOOK_S)
+        child.timer = self.loop.after(pause_s, lambda: self._wait(child, left_s - pause_s))
 
     def _kill(self, child: Child) -> None:
         if child.process is not None:

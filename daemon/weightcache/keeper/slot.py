@@ -157,12 +157,18 @@ class Slot:
             self._open("node_reboot" if rebooted else "first_start", boottime_ns(), "start")
 
     def order(self, cause: str, *, fault_ns: int | None = None, fault_clock: str = "command") -> None:
-        """A restart was ordered: open an episode, or give up the attempt of the open one."""
+        """A restart was ordered: open an episode, or give up the attempt of the open one.
+
+        Until the engine has ended, which `end` of ``detect`` says, nothing recovers yet.
+        """
+        now_ns = boottime_ns()
         if self.is_open:
             self._end_attempt("abandoned", reason=cause)
             self._faults = []
+            self.begin("detect", at_ns=now_ns)
         else:
-            self._open(cause, boottime_ns() if fault_ns is None else fault_ns, fault_clock)
+            self._open(cause, now_ns if fault_ns is None else fault_ns, fault_clock)
+            self.begin("detect", at_ns=now_ns if fault_ns is None else fault_ns)
 
     def exited(
         self, pid: int, start_ticks: int, exit_: Exit, at_ns: int, *, ordered: bool, error: str | None = None

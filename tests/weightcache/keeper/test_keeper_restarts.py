@@ -7,6 +7,7 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
 from tests.weightcache.keeper.harness import Node, alive, wait_for
 
 
@@ -131,6 +132,30 @@ def test_an_ordered_restart_is_an_episode_with_its_cause(node: Node) -> None:
     (exited,) = node.events("WHERE kind = 'process' AND name = 'exited' AND slot = 'a'")
     assert exited.attributes["signal"] == signal.SIGTERM
     assert exited.id > node.events("WHERE kind = 'episode_open' AND name = 'upgrade'")[0].id
+
+
+@pytest.mark.parametrize(("cause", "stops"), [("upgrade", True), ("hang", False)], ids=["stopped", "hangs"])
+def test_what_cannot_hear_sigterm_is_killed_at_once(node: Node, cause: str, stops: bool) -> None:
+    node.add("a", "a", "stubborn", stop_s=1000)
+    node.options["closes_episodes"] = True
+    node.start()
+    pid = node.ready_pid("a")
+    if stops:
+        os.kill(pid, signal.SIGSTOP)
+    node.order("a", cause)
+    node.ready_pid("a", after=pid)
+    (exited,) = node.events("WHERE kind = 'process' AND name = 'exited' AND slot = 'a'")
+    assert exited.attributes["signal"] == signal.SIGKILL
+    ordered = node.replay().episodes[-1]
+    assert (ordered.cause, ordered.outcome) == (cause, "ready")
+    assert {"detect", "spawn"} <= set(ordered.phases_s()), "until it had ended, nothing recovered"
+
+
+def test_a_stopped_engine_does_not_hold_up_the_end(node: Node) -> None:
+    node.add("a", "a", stop_s=1000)
+    keeper = node.start()
+    os.kill(node.ready_pid("a"), signal.SIGSTOP)
+    assert node.stop(keeper)[0] == 0
 
 
 def test_orders_the_keeper_cannot_follow_are_refused_with_the_reason(node: Node) -> None:
