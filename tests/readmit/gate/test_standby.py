@@ -28,7 +28,7 @@ def traffic(node: Node) -> Iterator[list[tuple[int, str]]]:
 
     def ask() -> None:
         with httpx.Client(timeout=60) as client:
-            while not done.is_set():
+            while not done.wait(0.05):  # without a pause it would be the engines' starts that take long
                 answer = client.post(f"{node.gate_url}/v1/completions", json=ASK)
                 text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
                 answers.append((answer.status_code, text))
@@ -100,6 +100,10 @@ def test_a_hang_moves_the_traffic_once(pair: Node) -> None:
     assert len(standbys(pair)) == known + 1, "ejected, killed and started again: that is one fault"
     standby = standbys(pair)[-1]
     assert (standby.cause, standby.fault_clock) == ("hang", "last_correct_answer")
+    recovery = next(it for it in reversed(pair.replay().episodes) if it.slot == before and it.path != "standby")
+    phases = recovery.phases_s()
+    assert phases["detect"] > 2, "the gate's patience, and none for an engine that cannot hear"
+    assert phases["semantic_verify"] < phases["detect"], "no question is put before there is an engine to answer it"
 
 
 def test_what_a_standby_costs_is_its_own_memory_and_not_the_weights(pair: Node) -> None:
