@@ -11,12 +11,15 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Programs that tests run for real, by their Debian package names.
 SYSTEM_PACKAGES := strace prometheus prometheus-alertmanager haproxy nginx systemd chromium
-# Tests wait for processes more than they compute: files are shared out to two workers.
+# Tests wait for processes more than they compute: files are shared out to two workers, in their order. Sorted by their
+# number of tests, as xdist would have them, those with few but long tests would come last, and one worker would wait.
 WORKERS ?= 2
 # With CI=true a missing system package is an error; elsewhere the tests that need it fail and say so.
 CI ?= false
 # Threads of torch in many test processes would otherwise spin against each other.
 export OMP_WAIT_POLICY := passive
+# Containers like to set it, and then each of a thousand processes would compile readmit anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo [ARGS=...]          set everything up and show a recovery"
@@ -34,7 +37,7 @@ model: $(VENV)/.installed-demo
 	$(BIN)/python -m readmit.demo_model
 
 test: system lint
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Not part of `make test`: it needs an environment of several GB, and starts vLLM some twenty times.
 test-engines:

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.readmit.nodes import PYTHONPATH, Node, place
 
 if TYPE_CHECKING:
     from tests.readmit.faults import Stage
@@ -15,3 +16,12 @@ def stage() -> "Iterator[Stage]":
     stage = Stage()
     yield stage
     stage.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A folder with the configuration of a node that does not run yet."""
+    with place(Node) as here:
+        here.configure()
+        here.environment["PYTHONPATH"] = PYTHONPATH
+        yield here

@@ -3,17 +3,23 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+from tests.fixtures import http
+from tests.readmit.gate.harness import SCRIPTED, free_port, probe_file
+
+from weightcache.episodes import Replay
 from weightcache.errors import ConfigError
+from weightcache.journal import Context, Journal
 from weightcache.keeper.control import ask
 from weightcache.keeper.state import read
 from weightcache.process import Process
@@ -21,6 +27,10 @@ from weightcache.process import Process
 T = TypeVar("T")
 P = TypeVar("P", bound="Place")
 PATIENCE_S = 240.0
+ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
+"""For engines that import the tests' own modules."""
+ATTACHING = ROOT / "tests" / "readmit" / "attaching_engine.py"
 
 
 def wait_for(condition: Callable[[], T], what: str) -> T:
@@ -35,6 +45,9 @@ def wait_for(condition: Callable[[], T], what: str) -> T:
 
 class Place:
     """Runtime and state folders of their own, and the ``readmit`` commands run on them."""
+
+    gate: str
+    """The gate's address, where there is one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,16 +107,59 @@ class Place:
             f"{', '.join(names)} run",
         )
 
+    @cached_property
+    def journal(self) -> Journal:
+        return Journal(self.state_dir / "journal.sqlite3", Context("n"))
+
+    def replay(self) -> Replay:
+        """The journal so far."""
+        replay = Replay()
+        replay.catch_up(self.journal)
+        return replay
+
+    def readiness(self) -> httpx.Response | None:
+        """What the gate says; None while none answers."""
+        try:
+            return http.get(f"http://{self.gate}/readyz", timeout=60)
+        except httpx.TransportError:
+            return None
+
+    def ready(self) -> bool:
+        """Whether the gate lets traffic in."""
+        answer = self.readiness()
+        return answer is not None and answer.status_code == 200
+
     def left_behind(self) -> Sequence[Path]:
         """What is still in the runtime folder."""
         return sorted(self.runtime_dir.rglob("*")) if self.runtime_dir.exists() else []
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Node(Place):
+    """A place with a configuration in it: one slot, with a scripted engine."""
+
+    def configure(self, **changes: str) -> None:
+        self.gate, self.metrics, self.engine = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        probe_file(self.folder / "probes.json")
+        text = f"""
+[node]
+name = "n"
+runtime_dir = "{self.runtime_dir}"
+state_dir = "{self.state_dir}"
+[cache]
+metrics = "{self.metrics}"
+[gate]
+listen = "{self.gate}"
+probes = "probes.json"
+verify_interval_s = 0.2
+drain_notice_s = 0
+[[slot]]
+name = "a"
+url = "http://{self.engine}"
+command = ["python3", "{SCRIPTED}", "{{port}}"]
+"""
+        for old, new in changes.items():
+            text = text.replace(old.replace("__", " "), new)
+        (self.folder / "readmit.toml").write_text(text)
 
 
 @contextmanager
@@ -123,4 +179,5 @@ def place(kind: type[P] = Place) -> Iterator[P]:  # type: ignore[assignment]
             if child is not None:
                 child.send_signal(signal.SIGKILL)
                 child.close()
+        here.journal.close()
         shutil.rmtree(here.folder)

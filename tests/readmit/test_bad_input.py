@@ -10,12 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.fixtures import http
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
 from readmit import demo_model
 from readmit.probes import Expectation, Probe, ProbeSet
-from weightcache.episodes import Replay
-from weightcache.journal import Context, Journal
 
 ENGINE = Path(__file__).parent / "gate" / "scripted_engine.py"
 # Root may read everything, unless it gives that up.
@@ -144,12 +143,6 @@ def test_golden_answers_that_are_none(here: Place) -> None:
     assert "Record it anew" in said
 
 
-def replay(here: Place) -> Replay:
-    replay = Replay()
-    replay.catch_up(Journal(here.state_dir / "journal.sqlite3", Context("n")))
-    return replay
-
-
 def test_golden_answers_that_do_not_match(here: Place) -> None:
     engine, gate = free_port(), free_port()
     probe = Probe("capital", "The capital of France is", 1, Expectation(text=" Atlantis"))
@@ -159,7 +152,7 @@ def test_golden_answers_that_do_not_match(here: Place) -> None:
 
     def refusal(path: str) -> str:
         try:
-            answer = httpx.get(f"http://127.0.0.1:{gate}{path}", timeout=60)
+            answer = http.get(f"http://127.0.0.1:{gate}{path}", timeout=60)
         except httpx.TransportError:
             return ""
         assert answer.status_code == 503
@@ -176,7 +169,7 @@ def test_golden_answers_that_do_not_match(here: Place) -> None:
     assert "' Paris'" in verified.stdout
     assert here.end(run)[0] == 0
     assert here.left_behind() == []
-    episode = replay(here).episodes[0]
+    episode = here.replay().episodes[0]
     assert (episode.outcome, episode.verified) == ("abandoned", None)
 
 
@@ -208,6 +201,6 @@ limit = 3
     assert "a is given up: it ended 3 times within 600 s without becoming ready" in said
     assert "there are no such weights" in said
     assert [path.name for path in here.left_behind() if path.suffix != ".lock"] == []
-    (episode,) = replay(here).episodes
+    (episode,) = here.replay().episodes
     assert (episode.outcome, [it.exit_code for it in episode.attempts]) == ("abandoned", [1, 1, 1])
     assert sum(episode.phases_s().values()) == pytest.approx(episode.total_s)

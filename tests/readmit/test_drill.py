@@ -3,45 +3,33 @@
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tests.readmit.nodes import place, wait_for
-from tests.readmit.test_up import ENGINE, Node
+from tests.fixtures import http
+from tests.readmit.gate.harness import SCRIPTED
+from tests.readmit.nodes import ATTACHING, Node, wait_for
 
 from readmit.commands.drill import traffic
 from readmit.drill_report import Spread
 from readmit.report import build
 from weightcache.journal import Context, Journal
 
-ROOT = Path(__file__).parents[2]
 COUNTED = """
 SELECT episode,
        (SELECT name FROM events AS e WHERE e.episode = events.episode AND e.kind = 'lookup' ORDER BY id DESC LIMIT 1),
        (SELECT name FROM events AS e WHERE e.episode = events.episode AND e.kind = 'episode_close')
 FROM events WHERE kind = 'episode_open' AND json_extract(attributes, '$.cause') = 'drill' ORDER BY id
 """
-ATTACHING = ROOT / "tests" / "readmit" / "attaching_engine.py"
 
 # Every one of them starts several nodes' worth of processes.
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with place(Node) as here:
-        here.configure()
-        here.environment["PYTHONPATH"] = ":".join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
-        yield here
-
-
 def attaching(node: Node, mode: str) -> None:
     """Have the node's engine take its weights from the cache."""
-    scripted, words = f'["python3", "{ENGINE}", "{{port}}"]', [sys.executable, str(ATTACHING), "{port}", mode]
+    scripted, words = f'["python3", "{SCRIPTED}", "{{port}}"]', [sys.executable, str(ATTACHING), "{port}", mode]
     file = node.folder / "readmit.toml"
     file.write_text(file.read_text().replace(scripted, json.dumps(words)))
 
@@ -142,7 +130,7 @@ def test_a_node_with_clients_is_left_alone(node: Node) -> None:
     served(node)
     before = node.children()["a"]["pid"]
     assert traffic(node.gate).quiet
-    httpx.post(f"http://{node.gate}/v1/completions", json={"prompt": "Hello"}, timeout=120)
+    http.post(f"http://{node.gate}/v1/completions", json={"prompt": "Hello"}, timeout=120)
     assert not traffic(node.gate).quiet
     assert "found a request" in refusal(node, "--path", "off")
     assert node.children()["a"]["pid"] == before

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from tests.fixtures import http
 from tests.readmit.nodes import free_port
 from tests.weightcache.caches import Cache, wait_for
 from tests.weightcache.models import Tiny, config, fill
@@ -41,7 +42,7 @@ def test_two_failed_attempts_in_a_row_end_in_a_load_from_disk(bad: tuple[Cache, 
 
     def answered() -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{port}", timeout=60).status_code == 200
+            return http.get(f"http://127.0.0.1:{port}", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 

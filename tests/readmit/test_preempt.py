@@ -2,28 +2,14 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.readmit.nodes import place, wait_for
+from tests.readmit.nodes import Node, wait_for
 from tests.readmit.test_drill import attaching
-from tests.readmit.test_up import Node
 
 from weightcache.process import Process
 
-ROOT = Path(__file__).parents[2]
-
-
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with place(Node) as here:
-        here.configure()
-        here.environment["PYTHONPATH"] = ":".join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
-        yield here
 
 
 def test_an_engine_yields_and_comes_back_on_resident_weights(node: Node) -> None:

@@ -4,17 +4,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
 import pytest
+from tests.readmit.gate.harness import SCRIPTED, probe_file
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
-from readmit.probes import Expectation, Probe, ProbeSet
-from weightcache.episodes import Replay
-from weightcache.journal import Context, Journal
-
-ENGINE = Path(__file__).parent / "gate" / "scripted_engine.py"
 UP = "from weightcache.sdnotify import Notifier; Notifier.from_environment().ready('serving')"
 LIVES = f"import time; print('hello', flush=True); {UP}; time.sleep(1000)"
 FAILS = "import sys; print('loading'); sys.exit('no such weights')"
@@ -26,19 +20,13 @@ def here() -> Iterator[Place]:
         yield place_
 
 
-def replay(here: Place) -> Replay:
-    replay = Replay()
-    replay.catch_up(Journal(here.state_dir / "journal.sqlite3", Context("n")))
-    return replay
-
-
 def test_an_engine_alone_is_up_unverified_when_it_says_so(here: Place) -> None:
     run = here.start("run", "--name", "mine", "--", sys.executable, "-c", LIVES)
     wait_for(lambda: here.children().get("mine", {}).get("ready"), "the engine is up")
     pid = here.children()["mine"]["pid"]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: len(replay(here).episodes) == 2 and not replay(here).open_episodes, "it is up again")
-    assert [(it.cause, it.outcome, it.verified) for it in replay(here).episodes] == [
+    wait_for(lambda: len(here.replay().episodes) == 2 and not here.replay().open_episodes, "it is up again")
+    assert [(it.cause, it.outcome, it.verified) for it in here.replay().episodes] == [
         ("first_start", "ready", False),
         ("crash", "ready", False),
     ]
@@ -57,27 +45,21 @@ def test_an_engine_that_fails_is_given_up_with_its_last_words(here: Place) -> No
     assert "a is given up: it ended 3 times within 600 s without becoming ready" in result.stderr
     assert result.stderr.rstrip().endswith("no such weights")
     assert here.left_behind() == []
-    (episode,) = replay(here).episodes
+    (episode,) = here.replay().episodes
     assert (episode.outcome, len(episode.attempts)) == ("abandoned", 3)
     assert "loading" in here.readmit("logs", "a").stdout
 
 
 def test_with_golden_answers_a_gate_verifies_the_engine(here: Place) -> None:
     engine, gate = free_port(), free_port()
-    probe = Probe("capital", "The capital of France is", 1, Expectation(text=" Paris"))
-    ProbeSet(model="scripted", probes=(probe,)).save(here.folder / "probes.json")
+    probe_file(here.folder / "probes.json")
     options = ["--url", f"http://127.0.0.1:{engine}", "--probes", "probes.json", "--gate", f"127.0.0.1:{gate}"]
-    run = here.start("run", *options, "--", sys.executable, str(ENGINE), str(engine))
+    run = here.start("run", *options, "--", sys.executable, str(SCRIPTED), str(engine))
 
-    def ready() -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{gate}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_for(ready, "the gate lets traffic in")
-    wait_for(lambda: not replay(here).open_episodes, "the recovery is closed")
-    assert [(it.outcome, it.verified) for it in replay(here).episodes] == [("ready", True)]
+    here.gate = f"127.0.0.1:{gate}"
+    wait_for(here.ready, "the gate lets traffic in")
+    wait_for(lambda: not here.replay().open_episodes, "the recovery is closed")
+    assert [(it.outcome, it.verified) for it in here.replay().episodes] == [("ready", True)]
     assert here.end(run)[0] == 0
     assert here.left_behind() == []
 

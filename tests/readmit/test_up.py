@@ -4,75 +4,19 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
 import pytest
-from tests.readmit.nodes import Place, free_port, place, wait_for
+from tests.fixtures import http
+from tests.readmit.nodes import Node, wait_for
 
-from readmit.probes import Expectation, Probe, ProbeSet
-from weightcache.episodes import Replay
-from weightcache.journal import Context, Journal
 from weightcache.process import Process
-
-ENGINE = Path(__file__).parent / "gate" / "scripted_engine.py"
-
-
-class Node(Place):
-    """A place with a configuration in it."""
-
-    def configure(self, **changes: str) -> None:
-        self.gate = f"127.0.0.1:{free_port()}"
-        self.metrics = f"127.0.0.1:{free_port()}"
-        self.engine = f"127.0.0.1:{free_port()}"
-        probe = Probe("capital", "The capital of France is", 1, Expectation(text=" Paris"))
-        ProbeSet(model="scripted", probes=(probe,)).save(self.folder / "probes.json")
-        text = f"""
-[node]
-name = "n"
-runtime_dir = "{self.runtime_dir}"
-state_dir = "{self.state_dir}"
-[cache]
-metrics = "{self.metrics}"
-[gate]
-listen = "{self.gate}"
-probes = "probes.json"
-verify_interval_s = 0.2
-drain_notice_s = 0
-[[slot]]
-name = "a"
-url = "http://{self.engine}"
-command = ["python3", "{ENGINE}", "{{port}}"]
-"""
-        for old, new in changes.items():
-            text = text.replace(old.replace("__", " "), new)
-        (self.folder / "readmit.toml").write_text(text)
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"http://{self.gate}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def replay(self) -> Replay:
-        replay = Replay()
-        replay.catch_up(Journal(self.state_dir / "journal.sqlite3", Context("n")))
-        return replay
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with place(Node) as here:
-        here.configure()
-        yield here
 
 
 def test_a_node_serves_survives_and_ends(node: Node) -> None:
     keeper = node.start("up")
     wait_for(node.ready, "the gate lets traffic in")
     first = node.running("daemon", "a", "gate")
-    assert httpx.get(f"http://{node.metrics}/metrics").status_code == 200
+    assert http.get(f"http://{node.metrics}/metrics").status_code == 200
 
     os.kill(first["a"]["pid"], signal.SIGKILL)
     wait_for(lambda: node.ready() and node.children()["a"]["pid"] != first["a"]["pid"], "the engine is back")

@@ -5,19 +5,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.fixtures import checkpoints
-from tests.readmit.nodes import PATIENCE_S, free_port, place, wait_for
-from tests.readmit.test_drill import ATTACHING
-from tests.readmit.test_up import ENGINE, Node
-
-from weightcache.journal import Journal
-
-ROOT = Path(__file__).parents[2]
+from tests.fixtures import checkpoints, http
+from tests.readmit.gate.harness import SCRIPTED
+from tests.readmit.nodes import ATTACHING, PATIENCE_S, PYTHONPATH, Node, free_port, place, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,7 +29,7 @@ class Client(threading.Thread):
         body = {"model": "scripted", "prompt": "The capital of France is", "max_tokens": 1}
         while not self._over.wait(0.2):
             try:
-                reply = httpx.post(self._url, json=body, timeout=PATIENCE_S)
+                reply = http.post(self._url, json=body, timeout=PATIENCE_S)
             except httpx.TimeoutException:
                 self.counts["hung"] += 1
             except httpx.TransportError as error:
@@ -81,7 +75,7 @@ class Pair(Node):
 def pair() -> Iterator[Pair]:
     with place(Pair) as here:
         here.serve("one")
-        here.environment["PYTHONPATH"] = ":".join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
+        here.environment["PYTHONPATH"] = PYTHONPATH
         yield here
 
 
@@ -125,7 +119,7 @@ def test_a_node_and_then_its_model_are_replaced_under_a_steady_client(pair: Pair
     assert keeper.poll() is None
     upgrades = [(it.slot, it.path, it.outcome) for it in pair.replay().episodes if it.cause == "upgrade"]
     assert upgrades == [("a", "hit", "ready"), ("b", "hit", "ready")] * 2
-    published = Journal(pair.state_dir / "journal.sqlite3").query("WHERE kind = 'publish' AND name = 'published'")
+    published = pair.journal.query("WHERE kind = 'publish' AND name = 'published'")
     assert len(published) == 2, "each model's weights were loaded once"
 
 
@@ -139,7 +133,7 @@ def test_a_configuration_that_cannot_be_used_changes_nothing(node: Node) -> None
     assert refused.returncode == 2
     assert "there is no program python99" in refused.stderr
     assert (node.runtime_dir / "keeper-spec.json").read_bytes() == before
-    (node.folder / "readmit.toml").write_text(text.replace(str(ENGINE), f'{ENGINE}", "--more'))
+    (node.folder / "readmit.toml").write_text(text.replace(str(SCRIPTED), f'{SCRIPTED}", "--more'))
     taken = node.readmit("restart", "keeper")
     assert taken.returncode == 0, taken.stderr
     assert "--more" in (node.runtime_dir / "keeper-spec.json").read_text()
@@ -158,10 +152,3 @@ def test_restarts_that_are_waited_for_say_how_it_went(node: Node) -> None:
     done = node.readmit("restart", "daemon", "--wait")
     assert "daemon is up after" in done.stdout
     assert "there is no 'z' here" in node.readmit("restart", "z").stderr
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with place(Node) as here:
-        here.configure()
-        yield here

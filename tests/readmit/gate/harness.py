@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from tests.fixtures import http
 
 from readmit.gate.process import Engine
 from readmit.probes import Expectation, Probe, ProbeSet
@@ -86,7 +87,7 @@ class Gate(Child):
     def __init__(self, *options: str, env: Mapping[str, str] | None = None) -> None:
         super().__init__([sys.executable, "-m", "readmit.gate", "--listen", "127.0.0.1:0", *options], env)
         self.url = f"http://{self.says(r'listening on (127.0.0.1:[0-9]+)')[1]}"
-        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=False)
 
     @property
     def ready(self) -> bool:
@@ -129,7 +130,7 @@ class ScriptedEngine(Child):
     def tell(self, **orders: Any) -> dict[str, Any]:
         """Change what it does; returns what it has seen so far."""
         content = json.dumps(orders)  # httpx itself would refuse NaN
-        seen: dict[str, Any] = httpx.post(f"{self.url}/script", content=content, timeout=PATIENCE_S).json()
+        seen: dict[str, Any] = http.post(f"{self.url}/script", content=content, timeout=PATIENCE_S).json()
         return seen
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.fixtures import http
 from tests.readmit.gate.harness import Child, History, free_port, until
 
 from weightcache.episodes import Episode, Replay
@@ -76,7 +77,7 @@ class Node(Child):
     @property
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.gate_url}/readyz", timeout=60).status_code == 200
+            return http.get(f"{self.gate_url}/readyz", timeout=60).status_code == 200
         except httpx.ConnectError:
             return False
 
@@ -84,7 +85,7 @@ class Node(Child):
         until(lambda: self.ready, f"the gate to open; the keeper says: {self.output}")
 
     def status(self) -> dict[str, Any]:
-        facts: dict[str, Any] = httpx.get(f"{self.gate_url}/api/status", timeout=60).json()
+        facts: dict[str, Any] = http.get(f"{self.gate_url}/api/status", timeout=60).json()
         return facts
 
     def slot(self, name: str) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Node(Child):
         return until(reached, f"slot {name} to be {state}; the keeper says: {self.output}")
 
     def metric(self, sample: str) -> float:
-        text = httpx.get(f"{self.gate_url}/metrics", timeout=60).text
+        text = http.get(f"{self.gate_url}/metrics", timeout=60).text
         (value,) = (line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"{sample} "))
         return float(value)
 
@@ -117,4 +118,5 @@ class Node(Child):
         return [it for it in self.replay().episodes if it.cause == cause and not it.is_open]
 
     def end(self, number: int = signal.SIGTERM) -> int:
+        self.history.journal.close()
         return super().end(signal.SIGTERM)

@@ -12,6 +12,7 @@ CHROMIUM_ARGS = ["--no-sandbox", "--disable-dev-shm-usage"]  # containers: root,
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 900}
 PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,9 @@ def test_a_page_whose_gate_is_gone_says_so(browser: Browser, pair: Node) -> None
     page.goto(f"{pair.gate_url}/")
     expect(page.get_by_role("alert")).to_be_hidden()
     page.route("**/*", lambda route: route.abort())
-    expect(page.get_by_role("alert")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("alert")).to_be_visible()
     page.unroute("**/*")
-    expect(page.get_by_role("alert")).to_be_hidden(timeout=PATIENCE_MS)
+    expect(page.get_by_role("alert")).to_be_hidden()
     page.close()
 
 

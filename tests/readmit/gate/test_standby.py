@@ -149,10 +149,11 @@ def test_a_drained_slot_gets_nothing_more_until_it_is_taken_back(pair: Node) -> 
     until(lambda: pair.child("gate")["pid"] not in (None, gate), "another gate")
     until(lambda: pair.child(serving)["pid"] not in (None, engine), "another engine")
     until(lambda: pair.ready and pair.slot(serving)["state"] == "draining", "the gate to know what was drained")
+    until(lambda: pair.closed("crash")[-1:] and not pair.replay().open_episodes, "the engine's recovery to be over")
+    assert pair.slot(serving)["state"] == "draining", "it has recovered, and is not asked for all that"
     undone = pair.readmit("drain", "--undo", serving)
     assert undone.returncode == 0, undone.stderr
     pair.until_state(serving, "ready")
-    until(lambda: not pair.replay().open_episodes, "the recovery to be over")
     assert pair.status()["serving"] == other
     assert len(standbys(pair)) == known, "who stands by, or is drained, is not taken over from"
     assert ("draining", "operator_drain") in pair.history.states(serving)
