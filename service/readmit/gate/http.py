@@ -6,6 +6,7 @@ protocol is declined, with the body that the parser would drop. To a client of H
 with its connection; uvicorn would send it the chunks of HTTP/1.1.
 """
 
+import asyncio
 from typing import Final
 
 import httptools
@@ -76,6 +77,7 @@ class StrictProtocol(HttpToolsProtocol):
             raise ValueError("not a request that can be read in one way only")
         self._offer = self.parser.should_upgrade()
         super().on_headers_complete()
+        self.cycle.transport = Together(self.transport)
         if version == "1.0":
             self.cycle.__class__ = _EndsWithConnection
 
@@ -92,6 +94,37 @@ class StrictProtocol(HttpToolsProtocol):
         if self._running is not None and self._running is not self.cycle:  # others wait behind it, in a pipeline
             self._running.disconnected = True
             self._running.message_event.set()
+
+
+class Together(asyncio.Transport):
+    """A response's way to its client: what is written first, its head, goes out with what follows at once.
+
+    uvicorn writes both by themselves, and every write wakes the client.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._begun = False
+        self._held = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._begun:
+            held, self._held = self._held, b""
+            self._transport.write(held + data if held else data)
+        else:
+            self._begun, self._held = True, bytes(data)
+            asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        if self._held:
+            self.write(b"")
+
+    def close(self) -> None:
+        self._release()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class _EndsWithConnection(RequestResponseCycle):

@@ -1,5 +1,6 @@
 """How the gate reads requests, and writes responses, that its server's own parser would get wrong."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, probe_file, until
 
-from readmit.gate.http import HEAD_BYTES_MAX
+from readmit.gate.http import HEAD_BYTES_MAX, Together
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,39 @@ def test_a_client_that_goes_with_another_request_waiting_is_noticed_by_the_engin
         wire.sendall(b"GET /v1/silent HTTP/1.1\r\nHost: gate\r\n\r\nGET /v1/echo HTTP/1.1\r\nHost: gate\r\n\r\n")
         until(lambda: len(engine.tell()["requests"]) > len(before["requests"]), "the first request to arrive")
     until(lambda: engine.tell()["disconnects"] > before["disconnects"], "the engine to see that nobody waits")
+
+
+class Written(asyncio.Transport):
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.pieces.append(bytes(data))
+
+    def close(self) -> None:
+        self.pieces.append(b"(closed)")
+
+
+async def test_a_head_and_the_body_that_is_there_go_out_together() -> None:
+    wire = Written()
+    response = Together(wire)
+    response.write(b"head ")
+    response.write(b"body")
+    response.write(b"more")
+    assert wire.pieces == [b"head body", b"more"]
+
+
+async def test_a_head_does_not_wait_for_a_body() -> None:
+    wire = Written()
+    Together(wire).write(b"head")
+    assert wire.pieces == []
+    await asyncio.sleep(0)
+    assert wire.pieces == [b"head"]
+
+
+async def test_a_response_that_is_only_a_head_is_whole_before_its_connection_ends() -> None:
+    wire = Written()
+    response = Together(wire)
+    response.write(b"head")
+    response.close()
+    assert wire.pieces == [b"head", b"(closed)"]
