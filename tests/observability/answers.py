@@ -298,7 +298,7 @@ ALERTS: Final[Mapping[str, Answer]] = {
     ),
     "ReadmitRecoveryLoop": _loop,
     "ReadmitRecoveryFailed": lambda f: f.recovered(
-        "instance path outcome", "node, path, outcome", where="outcome != 'ready'", minutes=15
+        "instance", "node", where="outcome != 'ready' AND NOT stopped", minutes=15
     ),
     "ReadmitServiceOutage": lambda f: above(outage(f), f.outage_threshold_s),
     "ReadmitColdStart": lambda f: unexpected(f, 15, "instance reason", "node, reason"),

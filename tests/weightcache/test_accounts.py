@@ -81,6 +81,7 @@ class TestWholeEvents:
         stories = [miss(seconds, f"{number:032x}", at=1000 * number) for number, seconds in enumerate((30, 700, 30))]
         books = Books().tell(*stories, miss(30, "f" * 32, outcome="abandoned", at=3000), now=3100)
         assert self.kept(books) == {"good": 2, "late": 1, "failed": 1}
+        assert books("readmit_recoveries_failed_total") == 1
 
     def test_an_open_recovery_is_late_as_soon_as_it_is(self):
         story = Story().open(0).lookup(1, "miss", reason="absent")
@@ -103,6 +104,7 @@ class TestWholeEvents:
         assert self.kept(stopped(599)) == dict.fromkeys(CLASSES, 0)
         assert self.kept(stopped(601)) == {"good": 0, "late": 1, "failed": 0}
         assert stopped(599)("readmit_recoveries_late_total", path="miss") == 0
+        assert stopped(599)("readmit_recoveries_failed_total") == 0
         assert stopped(599)("readmit_recoveries_total", path="miss", outcome="abandoned") == 1
 
     def test_a_slot_stopped_in_the_middle_of_its_recovery_is_not_waited_for(self):

@@ -113,6 +113,10 @@ class Accounts:
             ["path"],
             [(path,) for path in PATHS],
         )
+        self.failed = Counter(
+            "readmit_recoveries_failed_total",
+            "Episodes that ended without becoming ready, but for those whose slot was stopped on purpose.",
+        )
         self.unverified = Counter(
             "readmit_recoveries_unverified_total",
             "Episodes closed as ready although no answer was checked: no gate, or a gate without probes.",
@@ -260,6 +264,8 @@ class Accounts:
         late = episode.total_s > self._objectives.thresholds_s[path]
         if late or episode.failed:
             self.late.step(path)
+        if episode.failed:
+            self.failed.step()
         if late or not (episode.stopped or episode.cause in PLANNED_CAUSES):
             self.budget[path].add(episode.closed_ns, "failed" if episode.failed else "late" if late else "good")
         if ready and episode.verified:

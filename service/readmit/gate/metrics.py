@@ -24,7 +24,7 @@ REQUEST_OUTCOMES: Final = (
 )
 """How a request to ``/v1`` ended. ``engine_died`` is before the first byte of the response, ``cut_off`` after it."""
 
-_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SECONDS: Final = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class GateMetrics:

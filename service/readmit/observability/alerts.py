@@ -112,9 +112,9 @@ class Alerts:
             self._alert(
                 "ReadmitRecoveryFailed",
                 "ticket",
-                'sum by (job, instance, path, outcome) (increase(readmit_recoveries_total{outcome!="ready"}[15m])) > 0',
-                "A recovery of {{ $labels.instance }} by {{ $labels.path }} ended {{ $labels.outcome }}",
-                "The slot is not ready. ReadmitNobodyRecovers pages if it stays so.",
+                "increase(readmit_recoveries_failed_total[15m]) > 0",
+                "A recovery of {{ $labels.instance }} failed",
+                "The slot is not ready, and was not stopped on purpose. ReadmitNobodyRecovers pages if it stays so.",
             ),
             self._alert(
                 "ReadmitServiceOutage",
