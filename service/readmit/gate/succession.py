@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
 from readmit.gate.chronicle import Chronicle
+from readmit.gate.process import Engine
 from readmit.gate.slots import Lease, Slot, Transition
 from weightcache.episodes import Episode
 from weightcache.journal import boottime_ns
@@ -25,9 +26,10 @@ _LOOK_S: Final = 0.03
 
 
 class Takeover(NamedTuple):
-    """A slot lost its readiness, and another one has its place since boottime ``at_ns``."""
+    """A slot lost its readiness, by the engine it then had, and another has its place since boottime ``at_ns``."""
 
     lost: str
+    engine: Engine | None
     successor: Slot
     lease: Lease
     at_ns: int
@@ -69,7 +71,7 @@ class Succession:
         if self.active is not None and self.active.lease is not None:
             log.warning("slot %s takes over from slot %s: %s", self.active.name, step.slot.name, step.reason)
             if step.reason not in DELIBERATE:
-                takeover = Takeover(step.slot.name, self.active, self.active.lease, step.at_ns)
+                takeover = Takeover(step.slot.name, step.slot.engine, self.active, self.active.lease, step.at_ns)
                 self._takeovers.put_nowait(takeover)
 
     async def keep_account(self) -> None:
@@ -89,7 +91,12 @@ class Succession:
             self._chronicle.take_over(takeover.successor.name, takeover.lease, fault, takeover.at_ns, proved_ns)
 
     async def _fault(self, takeover: Takeover) -> Episode:
+        known_ns = takeover.at_ns
+        if takeover.engine is not None and not takeover.engine.alive:
+            # Whoever restarts it knows of its death when that is over, seconds after the gate if it had much memory.
+            await takeover.engine.gone()
+            known_ns = boottime_ns()
         while True:
-            if (fault := self._chronicle.fault(takeover.lost, takeover.at_ns)) is not None:
+            if (fault := self._chronicle.fault(takeover.lost, known_ns)) is not None:
                 return fault
             await asyncio.sleep(_LOOK_S)
