@@ -10,9 +10,12 @@ from readmit.gate.life import Life, Means, port_open
 from readmit.gate.process import Engine, listener
 from readmit.gate.slots import Slot
 from readmit.gate.verifier import Finding
+from weightcache.journal import boottime_ns
 
 POLL_S: Final = 0.03
 """How often the journal is looked at for a new engine process; a look costs about 10 microseconds."""
+ASIDE_S: Final = 1.0
+"""How often a drained slot is looked at: nobody waits for it."""
 
 
 class Watch:
@@ -98,7 +101,7 @@ class Watch:
         chronicle, url = self._means.chronicle, self.slot.url
         unseen = False
         while True:
-            await self._admitted.wait()
+            await self._admission()
             if self._supervised:
                 chronicle.poll()
                 if (engine := chronicle.engine(self.slot.name)) is not None:
@@ -112,6 +115,28 @@ class Watch:
             else:
                 unseen = False
             await asyncio.sleep(POLL_S)
+
+    async def _admission(self) -> None:
+        """Wait while the slot is drained. An engine that recovers meanwhile has recovered, though nobody asks it."""
+        while self.withdrawn:
+            await self._recover_aside()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASIDE_S):
+                    await self._admitted.wait()
+
+    async def _recover_aside(self) -> None:
+        """End the open recovery of a drained slot if its engine answers correctly: else it would seem to last."""
+        chronicle, name, limit_s = self._means.chronicle, self.slot.name, self._means.settings.probe_limit_s
+        chronicle.poll()
+        engine = chronicle.engine(name)
+        if engine is None or chronicle.episode(name) is None or not await port_open(self.slot.url, limit_s):
+            return
+        finding = await self._means.verifier.examine(self.slot.url, engine, limit_s, chronicle.weights(name))
+        if finding.result == "correct" and chronicle.engine(name) == engine:
+            now = boottime_ns()
+            chronicle.write(name, "phase_begin", "semantic_verify", at_ns=finding.asked_ns)
+            chronicle.write(name, "phase_end", "semantic_verify", at_ns=now)
+            chronicle.close_episode(name, finding.probe_set is not None, now)
 
     async def _follow(self, engine: Engine | None) -> None:
         """Follow one process to its end."""
