@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.readmit.gate.dying import LINGERS, go_on, running
@@ -27,12 +28,18 @@ async def test_a_death_that_takes_long_is_what_the_place_was_lost_for(
     history = History(tmp_path / "journal.sqlite3")
     chronicle = Chronicle(history.path, "node", ["a", "b"], Records(None))
     assert chronicle.rewind()
-    slots = [Slot(name, "http://127.0.0.1:9", [lambda step: succession.follow(step)]) for name in "ab"]
+    slots = [Slot(name, "http://127.0.0.1:9") for name in "ab"]
     succession = Succession(slots, chronicle, proved)
     take_over, written = chronicle.take_over, asyncio.Event()
-    monkeypatch.setattr(chronicle, "take_over", lambda *facts: (take_over(*facts), written.set()))
+
+    def noted(*facts: Any) -> None:
+        take_over(*facts)
+        written.set()
+
+    monkeypatch.setattr(chronicle, "take_over", noted)
     with running(LINGERS) as dying:
         for slot in slots:
+            slot._observers = [succession.follow]
             for state in ("starting", "loading", "verifying"):
                 slot.enter(state, "test")
             slot.engine = Engine.of(dying.pid)
