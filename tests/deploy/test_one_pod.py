@@ -11,11 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.deploy.chart import ROOT, containers, rendered
-from tests.readmit.nodes import Place, free_port, place, wait_for
-
-from weightcache.episodes import Replay
-from weightcache.journal import Context, Journal
+from tests.deploy.chart import containers, rendered
+from tests.readmit.nodes import ATTACHING, PYTHONPATH, Place, free_port, place, wait_for
 
 
 class Pod(Place):
@@ -25,8 +22,7 @@ class Pod(Place):
         super().__init__(folder)
         (config,) = (it for it in rendered() if it["kind"] == "ConfigMap")
         self.gate, metrics, self.engine = (f"127.0.0.1:{free_port()}" for _ in range(3))
-        attaching = ROOT / "tests" / "readmit" / "attaching_engine.py"
-        command = f"{sys.executable} {attaching} {{port}} client"
+        command = f"{sys.executable} {ATTACHING} {{port}} client"
         text = config["data"]["readmit.toml"]
         for old, new in {
             "readmit engine {model} --host {host} --port {port} --weight-cache client": command,
@@ -42,8 +38,9 @@ class Pod(Place):
         (folder / "readmit.toml").write_text(text)
         (folder / "run").mkdir()
         (folder / "var").mkdir()
+        self.state_dir = folder / "var" / "state"
         self.containers = containers(rendered())
-        self.environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
+        self.environment["PYTHONPATH"] = PYTHONPATH
 
     def container(self, name: str) -> Any:
         """Start a container's command in its environment."""
@@ -56,17 +53,6 @@ class Pod(Place):
         program, *words = self.containers[name]["command"]
         assert program == "readmit"
         return self.start(*(str(self.folder / "readmit.toml") if "/etc/" in word else word for word in words))
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"http://{self.gate}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def replay(self) -> Replay:
-        replay = Replay()
-        replay.catch_up(Journal(self.folder / "var" / "state" / "journal.sqlite3", Context("node")))
-        return replay
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from tests.deploy.machine import Machine, machine, wait_for, why_not
 from tests.deploy.test_systemd import UNITS
-from tests.readmit.nodes import free_port
-from tests.readmit.test_drill import ATTACHING, ROOT
+from tests.fixtures import http
+from tests.readmit.gate.harness import probe_file
+from tests.readmit.nodes import ATTACHING, PYTHONPATH, free_port
 
-from readmit.probes import Expectation, Probe, ProbeSet
 from weightcache.episodes import Replay
 from weightcache.journal import Context, Event, Journal
 from weightcache.keeper.control import ask
@@ -44,7 +44,7 @@ class Node:
 
     def ready(self) -> bool:
         try:
-            return httpx.get(f"http://{self.gate}/readyz", timeout=60).status_code == 200
+            return http.get(f"http://{self.gate}/readyz", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -84,10 +84,8 @@ def prepare(folder: Path) -> str:
         watchdog = 5 if unit.stem == "readmit-cache" else 300
         (more / "test.conf").write_text(DROP_IN.format(folder=folder, watchdog=watchdog))
     gate, engine, metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
-    probe = Probe("capital", "The capital of France is", 1, Expectation(text=" Paris"))
-    ProbeSet(model="scripted", probes=(probe,)).save(folder / "etc" / "probes.json")
+    probe_file(folder / "etc" / "probes.json")
     (folder / "etc" / "cache.env").write_text(f"CACHE_OPTIONS=--metrics {metrics}\n")
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
     (folder / "etc" / "readmit.toml").write_text(
         f"""
 [node]
@@ -103,7 +101,7 @@ drain_notice_s = 0
 name = "a"
 url = "http://{engine}"
 command = ["{sys.executable}", "{ATTACHING}", "{{port}}", "client"]
-env = {{PYTHONPATH = "{path}"}}
+env = {{PYTHONPATH = "{PYTHONPATH}"}}
 """
     )
     return gate
@@ -146,7 +144,7 @@ def test_the_units_keep_their_promises(node: Node) -> None:
     # The gate: whoever calls meanwhile waits in the socket that systemd kept.
     assert node.stored("readmit-gate") == 1
     machine.systemctl("kill", "--signal", "KILL", "readmit-gate")
-    assert httpx.get(f"http://{node.gate}/livez", timeout=240).status_code == 200
+    assert http.get(f"http://{node.gate}/livez", timeout=240).status_code == 200
     wait_for(node.ready, "the gate lets traffic in again")
 
     # The engines' keeper: replaced in its process, then killed. The engine runs on.

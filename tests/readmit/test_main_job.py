@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fixtures import http
 from tests.fixtures.collector import Collector
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
 from readmit import demo_model
 from readmit.probes import Expectation, Probe, ProbeSet
-from weightcache.episodes import Episode, Replay
-from weightcache.journal import Context, Event, Journal
+from weightcache.episodes import Episode
+from weightcache.journal import Event
 from weightcache.process import Process
 from weightcache.vocabulary import PHASES, UNATTRIBUTED
 
@@ -31,7 +31,7 @@ ASK = {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}
 PROBES = (
     Probe("capital", "The capital of France is", 1, Expectation(text=" Paris")),
     # Long enough an answer to be killed in the middle of.
-    Probe("recursion", "def fibonacci(n):", 20, Expectation(regex=".*")),
+    Probe("recursion", "def fibonacci(n):", 40, Expectation(regex=".*")),
 )
 DIE_AT = (
     *(("phase_begin", phase) for phase in ("spawn", "import", "tokenizer_init", "load_weights", "kernel_warmup")),
@@ -72,15 +72,6 @@ backoff_s = [0]
 limit = 0
 """)
 
-    @property
-    def journal(self) -> Journal:
-        return Journal(self.state_dir / "journal.sqlite3", Context("n"))
-
-    def replay(self) -> Replay:
-        replay = Replay()
-        replay.catch_up(self.journal)
-        return replay
-
     def last_id(self) -> int:
         return self.journal.last_id()
 
@@ -95,16 +86,6 @@ limit = 0
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
-    def readiness(self) -> httpx.Response | None:
-        try:
-            return httpx.get(f"http://{self.gate}/readyz", timeout=60)
-        except httpx.TransportError:
-            return None
-
-    def ready(self) -> bool:
-        answer = self.readiness()
-        return answer is not None and answer.status_code == 200
-
     def until_ready_after(self, pid: int) -> None:
         """Wait until another engine than this one is let in."""
         wait_for(lambda: self.children()["a"]["pid"] not in (None, pid) and self.ready(), "another engine is let in")
@@ -113,13 +94,13 @@ limit = 0
         wait_for(lambda: not self.replay().open_episodes, "the recovery is closed")
 
     def answer(self) -> str:
-        reply = httpx.post(f"http://{self.gate}/v1/completions", json=ASK, timeout=120)
+        reply = http.post(f"http://{self.gate}/v1/completions", json=ASK, timeout=120)
         assert reply.status_code == 200, reply.text
         return str(reply.json()["choices"][0]["text"])
 
     def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """Every counter that the daemon exports, histograms' included."""
-        text = httpx.get(f"http://{self.metrics}/metrics", timeout=60).text
+        text = http.get(f"http://{self.metrics}/metrics", timeout=60).text
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.fixtures import http
 from tests.readmit.gate.balancers import PROGRAMS, Balancer
 from tests.readmit.gate.harness import Gate, ReferenceEngine, ending, free_port, probe_file, until
 
@@ -220,7 +221,7 @@ def test_with_no_gate_left_clients_are_told_when_to_come_back(stage: Stage, bala
         stage.gates[name].end()
 
     def refused() -> httpx.Response | None:
-        answer = httpx.post(f"{balancer.url}/v1/completions", json=ASK, timeout=60)
+        answer = http.post(f"{balancer.url}/v1/completions", json=ASK, timeout=60)
         return answer if answer.status_code == 503 else None
 
     try:
@@ -242,7 +243,7 @@ def test_without_any_gate_the_balancer_says_so_itself(kind: str, tmp_path: Path)
 
     def refused() -> httpx.Response | None:
         try:
-            answer = httpx.post(f"{balancer.url}/v1/completions", json=ASK, timeout=60)
+            answer = http.post(f"{balancer.url}/v1/completions", json=ASK, timeout=60)
         except httpx.ConnectError:
             return None
         return answer if "retry-after" in answer.headers else None

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from tests.fixtures import http
 from tests.readmit.gate.harness import Gate, History, ScriptedEngine, ending, until
 
 from readmit.probes import Expectation, Probe, ProbeSet
@@ -33,7 +33,7 @@ def options(engine: ScriptedEngine, tmp_path: Path) -> list[str]:
 
 
 def ask(url: str, prompt: str) -> int:
-    return httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, timeout=60).status_code
+    return http.post(f"{url}/v1/completions", json={"prompt": prompt}, timeout=60).status_code
 
 
 @pytest.mark.parametrize(

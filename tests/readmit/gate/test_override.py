@@ -90,7 +90,8 @@ def test_correct_answers_are_no_overrides_business(
         gate.until_ready()
         set_override(tmp_path, 600)
         order(tmp_path, "DELETE", "/api/override", {"user": "bob"})
-        time.sleep(1)
+        known = len(history.names("probe"))
+        until(lambda: len(history.names("probe")) >= known + 2, "it to be verified again")
         assert gate.slot()["reason"] == "verified"
         assert [state for state, _ in history.states()].count("suspect") == 0
 

