@@ -41,10 +41,7 @@ test: system lint
 
 # Not part of `make test`: it needs an environment of several GB, and starts vLLM some twenty times.
 test-engines:
-	@python=$$(PYTHON=$(PYTHON) scripts/engines-env.sh)/bin/python; \
-	"$$python" -m pytest tests/engines $(PYTEST_ARGS); \
-	PYTHONPATH=$$(dirname "$$python")/../../sglang "$$python" -m pytest tests/engines $(PYTEST_ARGS); \
-	"$$python" -m tests.engines.recoveries --kills $(if $(FULL),10,3) $(ARGS)
+	@PYTHON=$(PYTHON) PYTEST_ADDOPTS='$(PYTEST_ARGS)' scripts/test-engines.sh --kills $(if $(FULL),10,3) $(ARGS)
 
 observability: system $(VENV)/.installed-test
 	$(BIN)/python -m tests.observability.proof $(ARGS)

@@ -1,6 +1,7 @@
 """The SGLang plug-in against SGLang's own classes and a real model, as far as they run without a GPU."""
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from tests.engines import checkpoints
 
 from weightcache.checkpoint import Folder
-from weightcache.errors import CacheMiss, ConfigError
+from weightcache.errors import CacheMiss, CheckpointError, ConfigError
 from weightcache.integrations import sglang
 from weightcache.integrations.sglang_loader import WeightCacheLoader, barred
 
@@ -129,6 +130,23 @@ def test_what_cannot_travel_is_refused_with_its_reason(llama: Path, fields: dict
         context.override("test", **before)
     assert isinstance(refused, CacheMiss)
     assert (refused.reason, refused.data["option"]) == ("state_unrestorable", option)
+
+
+def test_resident_weights_are_not_given_up_for_files_that_are_away(llama: Path, daemon: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    load(folder, asking(daemon))
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    context = runtime_context.get_context()
+    before = context.server_args.json_model_override_args
+    # What is resident is of no use now, and would be replaced.
+    context.override("test", json_model_override_args='{"rope_theta": 1}')
+    try:
+        with pytest.raises(CheckpointError):
+            load(folder, asking(daemon))
+    finally:
+        context.override("test", json_model_override_args=before)
+    assert load(folder, asking(daemon, mode="client")).loader.outcome.path == "hit"
 
 
 def test_weights_that_sglang_quantises_itself_do_not_travel(llama: Path) -> None:

@@ -289,6 +289,21 @@ def test_an_edited_config_with_the_same_files_is_another_identity(daemon: Path, 
     assert (refused.value.reason, refused.value.detail) == ("fingerprint", "kernel_backend")
 
 
+@pytest.mark.usefixtures("vllm_config")
+def test_resident_weights_are_not_given_up_for_files_that_are_away(daemon: Path, llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    options = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True)
+    model, _ = load(options.create_engine_config(), daemon)
+    del model
+    held = generations(daemon)
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    options.hf_overrides = {"num_hidden_layers": 1}  # what is resident is of no use now, and would be replaced
+    with pytest.raises(CheckpointError):
+        load(options.create_engine_config(), daemon)
+    assert [each["generation"] for each in generations(daemon)] == [each["generation"] for each in held] != []
+
+
 def test_files_that_change_while_they_are_read_are_not_published(
     vllm_config: VllmConfig, daemon: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

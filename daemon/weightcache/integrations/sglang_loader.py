@@ -6,6 +6,7 @@ pack weights after loading, so the state before that is shared.
 """
 
 import logging
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 
 from weightcache import quantization
 from weightcache.attachment import Outcome, Progress, ignore_progress
-from weightcache.checkpoint import Folder
+from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
 from weightcache.errors import CacheMiss, UnsupportedQuantForIPCError
 from weightcache.fingerprint import CacheConfig, stable_hash
@@ -131,6 +132,7 @@ class _Load:
             cache_config(self._model_config, folder, digest, self._target),
             mode=self._loader.mode,
             load=load,
+            check=partial(Checkpoint.open, folder),
             load_bytes=nbytes(self._model),
             journal=self._journal,
             device=torch.cuda.current_device() if self._target.type == "cuda" else None,

@@ -4,18 +4,15 @@
 the model's identity, every tensor, and a digest of its logits. Neither a daemon nor an engine takes part.
 """
 
-import argparse
-import sys
 from typing import Any
 
-import msgspec
 import torch
 import transformers
 
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.digest import tensor_digest
-from weightcache.errors import WeightCacheError
 from weightcache.identity import know_digest
+from weightcache.integrations import census_command
 from weightcache.integrations.transformers import cache_config, from_pretrained, skeleton
 from weightcache.integrations.transformers_form import Form
 from weightcache.integrations.transformers_loading import require_complete, telling
@@ -62,19 +59,5 @@ def report(model: str, dtype: str | None) -> Report:
     return Report(config.to_dict(), dict(take_census(loaded)), tensor_digest(logits_of(loaded)).hex())
 
 
-def main() -> None:
-    """Print the report, or what is wrong, and exit with 0 or 2."""
-    parser = argparse.ArgumentParser(description="Describe what this version of transformers makes of a checkpoint.")
-    parser.add_argument("model")
-    parser.add_argument("--dtype")
-    arguments = parser.parse_args()
-    try:
-        found = report(arguments.model, arguments.dtype)
-    except WeightCacheError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    print(msgspec.json.encode(found).decode())
-
-
 if __name__ == "__main__":
-    main()
+    census_command.main(report, "Describe what this version of transformers makes of a checkpoint.")

@@ -4,13 +4,9 @@
 weights' identity, every tensor in the state that is shared on a CPU, and a digest of the tokens that vLLM answers with.
 """
 
-import argparse
 import hashlib
-import os
-import sys
 from typing import Any, Final
 
-import msgspec
 from torch import nn
 from vllm import SamplingParams
 from vllm.config import ModelConfig, get_current_vllm_config
@@ -20,8 +16,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from weightcache.checkpoint import Folder
-from weightcache.errors import ConfigError, WeightCacheError
+from weightcache.errors import ConfigError
 from weightcache.identity import know_digest
+from weightcache.integrations import census_command
 from weightcache.integrations.vllm_identity import cache_config
 from weightcache.integrations.vllm_worker import offline_engine
 from weightcache.parity import Report, take_census
@@ -70,22 +67,5 @@ def report(model: str, dtype: str | None) -> Report:
     return found
 
 
-def main() -> None:
-    """Print the report, or what is wrong, and exit with 0 or 2."""
-    parser = argparse.ArgumentParser(description="Describe what this version of vLLM makes of a checkpoint.")
-    parser.add_argument("model")
-    parser.add_argument("--dtype")
-    arguments = parser.parse_args()
-    answers = os.dup(1)
-    os.dup2(2, 1)  # vLLM logs to stdout
-    try:
-        found = report(arguments.model, arguments.dtype)
-    except WeightCacheError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    with os.fdopen(answers, "wb") as file:
-        file.write(msgspec.json.encode(found) + b"\n")
-
-
 if __name__ == "__main__":
-    main()
+    census_command.main(report, "Describe what this version of vLLM makes of a checkpoint.")

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightcache.attachment import Outcome, Progress, ignore_progress
 from weightcache.binding import walk
-from weightcache.checkpoint import Folder
+from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.client import attach
 from weightcache.errors import CacheMiss, ConfigError
 from weightcache.fingerprint import CacheConfig
@@ -197,19 +198,27 @@ class _Load:
             return self._attach_or_keep(
                 cache_config(self._vllm_config, self.model_config, folder, digest),
                 load,
+                partial(Checkpoint.open, folder),
                 miss,
             )
         except BaseException:
             forget()  # or the next model in this process would get the skeleton's rotary embeddings
             raise
 
-    def _attach_or_keep(self, config: CacheConfig, load: Callable[[Progress], None], miss: CacheMiss | None) -> Outcome:
+    def _attach_or_keep(
+        self,
+        config: CacheConfig,
+        load: Callable[[Progress], None],
+        check: Callable[[], object],
+        miss: CacheMiss | None,
+    ) -> Outcome:
         try:
             return attach(
                 self.model,
                 config,
                 mode=self._loader.mode,
                 load=load,
+                check=check,
                 load_bytes=nbytes(self.model),
                 journal=self._journal,
                 device=self._target.index if self._target.type == "cuda" else None,

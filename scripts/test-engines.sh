@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# The engines' tests, then kills on every path; arguments go to `tests.engines.recoveries`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=$(scripts/engines-env.sh)/bin/python
+offline=tests/engines/test_vllm_offline.py
+# Whatever failed last in other tests stays known.
+pytest=("$python" -m pytest -p no:cacheprovider)
+
+# SGLang, which cannot be imported beside vLLM, and what waits for processes of vLLM run on the second core.
+said=$(mktemp)
+{
+  failed=0
+  PYTHONPATH=$(dirname "$python")/../../sglang "${pytest[@]}" tests/engines || failed=$?
+  "${pytest[@]}" "$offline" || failed=$?
+  exit "$failed"
+} >"$said" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true; rm -f "$said"' EXIT
+
+failed=0
+"${pytest[@]}" tests/engines --ignore "$offline" || failed=$?
+wait "$beside" || failed=$?
+cat "$said"
+(( failed == 0 )) || exit "$failed"
+# Alone: these are measured.
+"$python" -m tests.engines.recoveries "$@"
