@@ -16,8 +16,7 @@ from typing import Any
 from tests.readmit.gate.harness import probe_file
 from tests.readmit.nodes import Place, free_port, wait_for
 
-from weightcache.episodes import Episode, Replay
-from weightcache.journal import Context, Journal
+from weightcache.episodes import Episode
 
 ENGINE = Path(__file__).with_name("ranked_engine.py")
 ROOT = Path(__file__).parents[2]
@@ -81,14 +80,8 @@ class Lab(Place):
         self.running("daemon", "gate", *self.slots)
         return process
 
-    @property
-    def journal(self) -> Journal:
-        return Journal(self.state_dir / "journal.sqlite3", Context("lab"))
-
     def episodes(self, slot: str | None = None) -> list[Episode]:
-        replay = Replay()
-        replay.catch_up(self.journal)
-        return [episode for episode in replay.episodes if slot in (None, episode.slot)]
+        return [episode for episode in self.replay().episodes if slot in (None, episode.slot)]
 
     def until_closed(self, slot: str, count: int) -> Episode:
         """Wait until a slot's so-manieth episode is closed."""

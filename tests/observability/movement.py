@@ -89,6 +89,7 @@ def _gate(busy: bool) -> Values:
         metrics.cost(slot, SimpleNamespace(private_bytes=1, gpu_bytes=1, kv_tokens=1))  # type: ignore[arg-type]
         metrics.in_flight.inc()
         metrics.override_ends.set(1)
+        metrics.unanswered.labels("a").set(1)
     metrics.fleet([slot], admitting=True, probe_set_suspect=busy)
     return _values(metrics.registry.collect())
 
