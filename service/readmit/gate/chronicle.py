@@ -62,7 +62,8 @@ class Chronicle:
         """Why the journal could not be read at the last attempt."""
         self._slots = slots
         self._records = records
-        self._rewound = False
+        self.rewound = False
+        """Whether the past has been read."""
         self._reader = Journal(path, context)
         self._writer = Journal(path, context)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chronicle")
@@ -96,12 +97,12 @@ class Chronicle:
         except (sqlite3.Error, ConfigError) as error:  # ConfigError: a newer version writes it
             self.failure = str(error)
             return False
-        self._rewound = True
+        self.rewound = True
         return True
 
     def poll(self) -> bool:
         """Take in what is new; returns whether anything was. Cheap when nothing is."""
-        if not self._rewound:
+        if not self.rewound:
             return False
         try:
             found = self._reader.last_id() > self.replay.position and self._catch_up()
@@ -156,20 +157,32 @@ class Chronicle:
         return None if episode is None else episode.age_s(self.replay.clock.now())
 
     def expected_s(self, slot: str, foreseen: str | None = None) -> float | None:
-        """How long the open recovery of this slot, by its path, usually takes: the median.
+        """How long the open recovery of this slot is going to take, as starts by its path usually do: the median.
 
+        What went by before its engine was started counts as it was; how long others took to be noticed does not.
         None without history, and without a recovery: an engine that a new gate only verifies takes no start's length.
 
         Args:
-            foreseen: the path it will take, as far as that is known before the engine says so.
+            foreseen: the path it will take, as far as that is known before the engine says so; else that of the last.
         """
-        episode = self.episode(slot)
-        if episode is None:
+        episode, past = self.episode(slot), self._recovered(slot)
+        if episode is None or not past:
             return None
-        past = [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready" and it.attempts]
-        path = foreseen if episode.path == "unknown" else episode.path
-        alike = past if path is None else [it for it in past if it.path == path]
-        return statistics.median(it.total_s for it in alike) if alike else None
+        path = episode.path if episode.path != "unknown" else foreseen or past[-1].path
+        alike = [(it.end_ns() - began_ns) / 1e9 for it in past if it.path == path and (began_ns := _begun_ns(it))]
+        if not alike:
+            return None
+        running = episode.attempt is not None and episode.attempt.ended_ns is None
+        began_ns = (_begun_ns(episode) if running else None) or self.replay.clock.now()
+        return (began_ns - episode.fault_ns) / 1e9 + statistics.median(alike)
+
+    def verification_s(self, slot: str) -> float:
+        """How long an engine of this slot usually takes to answer all golden questions; 0 without history."""
+        took = [it.phases_s().get("semantic_verify", 0.0) for it in self._recovered(slot)]
+        return statistics.median(took) if took else 0.0
+
+    def _recovered(self, slot: str) -> list[Episode]:
+        return [it for it in self.replay.episodes if it.slot == slot and it.outcome == "ready" and it.attempts]
 
     def write(
         self, slot: str, kind: str, name: str, attributes: Mapping[str, Any] | None = None, at_ns: int | None = None
@@ -328,3 +341,8 @@ class Chronicle:
                 self._generations.setdefault(event.slot, {})[event.rank or 0] = generation
                 if event.name == "hit":
                     self._mapped.setdefault(event.slot, set()).add(generation)
+
+
+def _begun_ns(episode: Episode) -> int | None:
+    """When the latest engine of a recovery was started."""
+    return episode.attempt.started_ns if episode.attempt is not None else None

@@ -271,7 +271,8 @@ class Gate:
 
     def not_ready(self, trace_id: str | None = None) -> Problem:
         """The answer while no slot is ready, about the slot that is nearest to it."""
-        outlook = self.outlook(max(self.slots, key=lambda slot: _NEARNESS.get(slot.state or "", 0)))
+        outlooks = [self.outlook(slot) for slot in self.slots]
+        outlook = max(outlooks, key=lambda it: _NEARNESS.get(it.state or "", 0))
         facts = {
             "slot": outlook.slot,
             "state": outlook.state,
@@ -284,9 +285,8 @@ class Gate:
             "episode_id": outlook.episode_id,
             "trace_id": outlook.episode_id or trace_id,
         }
-        remaining: float = self.settings.retry_after_s
-        if outlook.expected_s is not None:
-            remaining = outlook.expected_s - outlook.elapsed_s
+        known = [it.ready_in_s for it in outlooks if it.ready_in_s is not None]
+        remaining = min(known, default=self.settings.retry_after_s)
         # What a golden question found may hold the answer to it, and paths of this machine.
         explained = f" ({outlook.message})" if outlook.message and self.settings.explain_refusals else ""
         detail = f"No engine answers correctly: slot {outlook.slot} is {outlook.state}, {outlook.reason}{explained}."

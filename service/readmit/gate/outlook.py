@@ -1,13 +1,16 @@
 """What can be said about one slot now: for a refused client, for ``/api/status`` and for the page."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from readmit.gate.chronicle import Chronicle
 from readmit.gate.foresight import NextStart
 from readmit.gate.slots import Slot
 from readmit.gate.verifier import Finding
 from weightcache.journal import boottime_ns
+
+_ON_ITS_WAY: Final = ("engine_started", "port_open")
+"""Why a slot is not ready, without a recovery, where nothing has been found against its engine: the gate is new."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Outlook:
         since_s: how long the slot has been in its state.
         elapsed_s: how old the open recovery is; without one, `since_s`.
         expected_s: how long recoveries of this slot by this path usually take, None without history.
+        ready_in_s: when it may be ready, as far as history says; None where it says nothing, or nobody is at it.
         last_correct_s: how long ago all golden answers were correct, None for never.
         message: what the latest verification found wrong.
     """
@@ -31,6 +35,7 @@ class Outlook:
     since_s: float
     elapsed_s: float
     expected_s: float | None
+    ready_in_s: float | None
     last_correct_s: float | None
     in_flight: int
     verified: bool | None
@@ -51,6 +56,10 @@ class Outlook:
         episode, elapsed = chronicle.episode(slot.name), chronicle.elapsed_s(slot.name)
         marked = episode.phase if episode is not None else None
         since = (now - slot.since_ns) / 1e9
+        expected = chronicle.expected_s(slot.name, foreseen)
+        ready_in = None if expected is None or elapsed is None else max(0.0, expected - elapsed)
+        if not chronicle.rewound or (episode is None and slot.reason in _ON_ITS_WAY):
+            ready_in = chronicle.verification_s(slot.name)
         return cls(
             slot=slot.name,
             url=slot.url,
@@ -59,7 +68,8 @@ class Outlook:
             phase=marked.phase if marked is not None else slot.state,
             since_s=_rounded(since),
             elapsed_s=_rounded(since if elapsed is None else elapsed),
-            expected_s=_rounded(chronicle.expected_s(slot.name, foreseen)),
+            expected_s=_rounded(expected),
+            ready_in_s=_rounded(ready_in),
             last_correct_s=_rounded(None if slot.last_correct_ns is None else (now - slot.last_correct_ns) / 1e9),
             in_flight=slot.in_flight,
             verified=slot.lease.verified if slot.lease is not None else None,

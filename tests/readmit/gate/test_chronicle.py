@@ -145,4 +145,19 @@ def test_what_a_recovery_takes_is_expected_by_the_path_that_is_foreseen(history:
     with chronicle_of(history, "a") as chronicle:
         assert chronicle.expected_s("a", "hit") == pytest.approx(5, abs=0.1)
         assert chronicle.expected_s("a", "miss") == pytest.approx(40, abs=0.1)
-        assert chronicle.expected_s("a") == pytest.approx(22.5, abs=0.1), "nobody knows: all that was"
+        assert chronicle.expected_s("a") == pytest.approx(5, abs=0.1), "nobody knows: as the last time"
+
+
+def test_how_long_others_took_to_be_noticed_says_nothing_of_this_recovery(history: History) -> None:
+    where = Context("node", "a", new_episode_id(), 1)
+    fault_ns = boottime_ns() - 100 * SECOND
+    facts = {"cause": "hang", "fault_boottime_ns": fault_ns, "fault_clock": "last_correct_answer"}
+    history.journal.append("episode_open", "hang", facts, context=where, at_ns=fault_ns + 45 * SECOND)
+    history.journal.append("attempt_start", "", {}, context=where, at_ns=fault_ns + 45 * SECOND)
+    history.journal.append("phase_begin", "semantic_verify", context=where, at_ns=fault_ns + 48 * SECOND)
+    history.journal.append("lookup", "hit", {}, context=where._replace(rank=0), at_ns=fault_ns + 46 * SECOND)
+    history.journal.append("episode_close", "ready", {}, context=where, at_ns=fault_ns + 50 * SECOND)
+    crash(history, fault_ns=boottime_ns() - 2 * SECOND)
+    with chronicle_of(history, "a") as chronicle:
+        assert chronicle.expected_s("a", "hit") == pytest.approx(7, abs=0.2), "2 s until it was started, then 5"
+        assert chronicle.verification_s("a") == pytest.approx(2, abs=0.01)
