@@ -94,6 +94,7 @@ class Cache:
             *options,
         ]
         self.processes: list[subprocess.Popen[str]] = []
+        self.journal = Journal(self.journal_path, Context("n"))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -166,7 +167,7 @@ class Cache:
         return sum(len(generation["leases"]) for generation in self.generations())
 
     def events(self, clause: str = "ORDER BY id", *values: object) -> list[Event]:
-        return Journal(self.journal_path, Context("n")).query(clause, *values)
+        return self.journal.query(clause, *values)
 
     def lookups(self) -> list[Event]:
         return self.events("WHERE kind = 'lookup' ORDER BY id")
@@ -203,6 +204,7 @@ class Cache:
                 process.communicate(timeout=PATIENCE_S)
             finally:
                 process.kill()
+        self.journal.close()
         shutil.rmtree(self.folder)
 
 

@@ -55,6 +55,7 @@ class Node:
         self.options: dict[str, Any] = {}
         self.popen: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.keepers: list[subprocess.Popen[str]] = []
+        self.journal = Journal(self.state_dir / "journal.sqlite3", Context("n"))
 
     def add(self, name: str, *words: str, role: str = "engine", **options: Any) -> None:
         """Add a child that runs the test's program with some words."""
@@ -140,7 +141,7 @@ class Node:
         return keeper.returncode, said
 
     def events(self, clause: str = "ORDER BY id", *values: object) -> list[Event]:
-        return Journal(self.state_dir / "journal.sqlite3", Context("n")).query(clause, *values)
+        return self.journal.query(clause, *values)
 
     def processes(self, name: str) -> list[tuple[int, int]]:
         """The engines' processes that were ``spawned`` or ``exited`` by the journal's word."""
@@ -161,4 +162,5 @@ class Node:
         for record in read(self.runtime_dir)[1] if self.runtime_dir.exists() else ():
             if record.pid is not None and alive(record.pid):
                 self.kill(record.pid)
+        self.journal.close()
         shutil.rmtree(self.folder)
