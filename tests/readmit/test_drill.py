@@ -11,7 +11,7 @@ from tests.fixtures import http
 from tests.readmit.gate.harness import SCRIPTED
 from tests.readmit.nodes import ATTACHING, Node, wait_for
 
-from readmit.commands.drill import traffic
+from readmit.commands.drill import Asked, traffic
 from readmit.drill_report import Spread
 from readmit.report import build
 from weightcache.journal import Context, Journal
@@ -98,14 +98,13 @@ def test_what_nobody_knows_is_no_hit(node: Node) -> None:
 
 
 def test_a_stopped_engine_is_found_by_the_gate_and_recovers(node: Node) -> None:
-    node.configure(
-        **{"drain_notice_s": "hang_limit_s = 3\nprobe_limit_s = 3\ndrain_notice_s", "url__=": "stop_s = 1\nurl ="}
-    )
+    node.configure(drain_notice_s="hang_limit_s = 3\nprobe_limit_s = 3\ndrain_notice_s")
     served(node)
     before = node.children()["a"]["pid"]
     (recovery,) = drill(node, "--fault", "sigstop")["recoveries"]
     assert (recovery["cause"], recovery["outcome"], recovery["verified"]) == ("drill", "ready", True)
     assert node.children()["a"]["pid"] != before
+    assert recovery["phases_s"]["detect"] > 2, "the gate's patience is no verification, and nobody waits for stop_s"
     assert len(node.replay().episodes) == 2, "the gate opened none of its own for the same fault"
 
 
@@ -129,9 +128,9 @@ def test_a_node_with_clients_is_left_alone(node: Node) -> None:
     attaching(node, "off")
     served(node)
     before = node.children()["a"]["pid"]
-    assert traffic(node.gate).quiet
+    assert traffic(Asked(node.gate)).quiet
     http.post(f"http://{node.gate}/v1/completions", json={"prompt": "Hello"}, timeout=120)
-    assert not traffic(node.gate).quiet
+    assert not traffic(Asked(node.gate)).quiet
     assert "found a request" in refusal(node, "--path", "off")
     assert node.children()["a"]["pid"] == before
     facts = drill(node, "--path", "off", "--yes-really")
@@ -153,8 +152,8 @@ def test_what_cannot_be_is_refused(node: Node) -> None:
 
 
 def test_who_cannot_be_asked_is_not_quiet() -> None:
-    assert not traffic(None).quiet
-    assert not traffic("127.0.0.1:1").quiet
+    assert not traffic(Asked(None)).quiet
+    assert not traffic(Asked("127.0.0.1:1")).quiet
 
 
 def test_a_quantile_of_too_few_is_not_invented() -> None:

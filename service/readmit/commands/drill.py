@@ -1,11 +1,12 @@
 """``readmit drill``: real faults on a live node, and what its recoveries took."""
 
 import json
+import ssl
 import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -16,6 +17,7 @@ from readmit.commands.tables import table, titled
 from readmit.config import DEFAULT_FILE, load, split_address
 from readmit.drill import LIMIT_S, Drill, DrillPath, Fault, Order, Traffic, deed
 from readmit.drill_report import QUANTILES, ByPath, DrillReport, Spread
+from readmit.gate.access import read_token
 from readmit.gate.operator import SOCKET
 from readmit.gate.operator import order as ask_gate
 from readmit.quantiles import needed
@@ -38,6 +40,10 @@ def command(
     gate: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="The gate, where no configuration says it.")
     ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the gate's token, where no configuration says it.")
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="Ask the gate by HTTPS, and trust these certificates (PEM).")] = None,
     yes_really: Annotated[bool, typer.Option("--yes-really", help="Also while clients use the node.")] = False,
     config: ConfigOption = None,
     as_json: Json = False,
@@ -49,12 +55,16 @@ def command(
     Exits 1 when a recovery failed or took another path.
     """
     where = Where.find(config)
-    socket, listen = paths.socket_path(), gate
+    socket, asked = paths.socket_path(), Asked(gate, token_file, ca)
     if config is not None or DEFAULT_FILE.exists():
         node = load(config)
-        socket, listen = node.socket, gate or (node.gate.listen if node.gate.enabled else None)
+        socket = node.socket
+        if node.gate.enabled:
+            known = node.gate_settings()
+            own = known.tls_cert if gate is None and ca is None else None
+            asked = Asked(gate or known.listen, token_file or known.token_file, ca or own, is_its_own=own is not None)
     order = Order(kills, fault, path, slot, pause, limit)
-    clients = partial(traffic, listen, where.runtime_dir)
+    clients = partial(traffic, asked, where.runtime_dir)
     drill = Drill(where, socket, order, clients, lambda text: typer.echo(text, err=True))
     report = drill.run(yes_really=yes_really)
     if as_json:
@@ -64,23 +74,54 @@ def command(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def traffic(listen: str | None, runtime_dir: Path | None = None) -> Traffic:
+class Asked(NamedTuple):
+    """How the gate is asked by TCP: by HTTPS where there are certificates to trust.
+
+    ``is_its_own``: they are the gate's own, from the node's configuration; whatever names they carry, it has the key.
+    """
+
+    listen: str | None
+    token_file: Path | None = None
+    ca: Path | None = None
+    is_its_own: bool = False
+
+    def status(self) -> dict[str, Any]:
+        """What the gate says.
+
+        Raises:
+            OSError, ValueError: it says nothing.
+            ConfigError: ``token``: there is none in the file.
+        """
+        host, port = split_address(self.listen or "")
+        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        where = f"{f'[{host}]' if ':' in host else host}:{port}/api/status"
+        headers = {"Authorization": f"Bearer {read_token(self.token_file).decode()}"} if self.token_file else {}
+        context = None
+        if self.ca is not None:
+            context = ssl.create_default_context(cafile=str(self.ca))
+            if self.is_its_own:
+                context.check_hostname = False
+                context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be a root's
+        request = urllib.request.Request(f"{'https' if context else 'http'}://{where}", headers=headers)
+        with urllib.request.urlopen(request, timeout=30, context=context) as reply:
+            facts: dict[str, Any] = json.load(reply)
+        return facts
+
+
+def traffic(asked: Asked, runtime_dir: Path | None = None) -> Traffic:
     """What the gate says of its clients: by its socket, which needs no token, or by TCP where it has none there."""
     if runtime_dir is not None and (runtime_dir / SOCKET).exists():
         try:
             return _said(ask_gate(runtime_dir, "GET", "/api/status"))
         except ConfigError as error:
             return Traffic(problem=f"the gate does not say: {error}")
-    if listen is None:
+    if asked.listen is None:
         return Traffic(problem="no gate is known here that could say")
-    host, port = split_address(listen)
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/api/status"
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            return _said(json.load(reply))
+        return _said(asked.status())
     except (OSError, ValueError) as error:
-        return Traffic(problem=f"the gate at {listen} does not say: {error}")
+        remedy = " (--token-file)" if isinstance(error, urllib.error.HTTPError) and error.code == 401 else ""
+        return Traffic(problem=f"the gate at {asked.listen} does not say: {error}{remedy}")
 
 
 def _said(facts: dict[str, Any]) -> Traffic:

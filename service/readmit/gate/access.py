@@ -30,7 +30,7 @@ class Access:
     """
 
     def __init__(self, token_file: Path | None) -> None:
-        self._token = None if token_file is None else _read(token_file)
+        self._token = None if token_file is None else read_token(token_file)
 
     def may_order(self, scope: Scope) -> bool:
         """Whether this request may change anything."""
@@ -62,7 +62,12 @@ def by_socket(app: ASGIApp) -> ASGIApp:
     return marked
 
 
-def _read(file: Path) -> bytes:
+def read_token(file: Path) -> bytes:
+    """The token that a file holds.
+
+    Raises:
+        ConfigError: ``token``: it holds none.
+    """
     try:
         token, problem = file.read_bytes().strip(), "a short one"
     except OSError as error:

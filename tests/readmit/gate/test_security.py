@@ -13,7 +13,7 @@ import httpx
 import pytest
 from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, probe_file, until
 
-from readmit.commands.drill import traffic
+from readmit.commands.drill import Asked, traffic
 from readmit.gate.guard import is_plain
 from readmit.gate.operator import SOCKET, order
 from weightcache.errors import ConfigError
@@ -214,9 +214,11 @@ def test_orders_need_the_token_or_the_socket_and_come_as_json(gate: Gate, option
 
 
 def test_a_drill_asks_by_the_socket_whether_there_are_clients(gate: Gate, folder: Path) -> None:
-    assert traffic(gate.url.removeprefix("http://")).problem, "strangers are not told"
+    listen = gate.url.removeprefix("http://")
+    assert "(--token-file)" in str(traffic(Asked(listen)).problem), "strangers are not told"
+    assert traffic(Asked(listen, folder / "token")).problem is None
     gate.client.get("/v1/models")
-    said = traffic(None, folder)
+    said = traffic(Asked(None), folder)
     assert (said.problem, said.serving, said.quiet) == (None, "a", False)
 
 
@@ -258,7 +260,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(gate: Gate, engine: Script
 def test_it_serves_https(engine: ScriptedEngine, options: list[str], folder: Path) -> None:
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     cert, key = folder / "cert.pem", folder / "key.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    names = ["-subj", "/CN=gate.test", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*make, "-keyout", key, "-out", cert, "-days", "2", *names], check=True, capture_output=True)
     runtime = folder / "tls"
     runtime.mkdir(mode=0o700)
@@ -271,6 +273,11 @@ def test_it_serves_https(engine: ScriptedEngine, options: list[str], folder: Pat
             assert client.get("/").status_code == 200
         with pytest.raises(httpx.HTTPError):
             gate.client.get("/livez")
+        port = gate.url.rpartition(":")[2]
+        assert traffic(Asked(f"127.0.0.1:{port}", ca=cert)).problem is None
+        assert traffic(Asked(f"localhost:{port}", ca=cert)).problem, "that is not its name"
+        assert traffic(Asked(f"localhost:{port}", ca=cert, is_its_own=True)).problem is None
+        assert traffic(Asked(f"127.0.0.1:{port}")).problem
         assert order(runtime, "GET", "/api/status")["ready"], "the socket is nobody's network"
 
 
