@@ -16,10 +16,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_BYTES_MAX: Final = 64 << 10
 """h11's limit, and more than other servers take."""
+HEAD_LIMIT_S: Final = 60.0
+"""From a connection's beginning, or that of a head of which more is yet to come, to the head's end; nginx's number."""
 HOSTS: Final = {"1.0": (0, 1), "1.1": (1,)}
 """How many ``Host`` a request may have."""
 CODINGS: Final[dict[str, tuple[list[bytes], ...]]] = {"1.0": ([],), "1.1": ([], [b"chunked"])}
 _TOO_LARGE: Final = STATUS_LINE[431] + b"content-length: 0\r\nconnection: close\r\n\r\n"
+_LATE: Final = STATUS_LINE[408] + b"content-length: 0\r\nconnection: close\r\n\r\n"
 _FRAMING: Final = (b"content-length", b"transfer-encoding")
 
 
@@ -31,14 +34,48 @@ class StrictProtocol(HttpToolsProtocol):
     _offer = False
     _declining = False
     _running: RequestResponseCycle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._answers:
+            self._expect_head()
+        else:
+            self._refuse(_LATE)
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a response is under way: nothing else may be written then."""
+        return self._running is not None and not self._running.response_complete
+
+    def _refuse(self, response: bytes) -> None:
+        if not (self._answers or self.transport.is_closing()):
+            self.transport.write(response)
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._answers:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
-                self.transport.write(_TOO_LARGE)
-                self.transport.close()
+                self._refuse(_TOO_LARGE)
                 return
         try:
             try:
@@ -47,6 +84,8 @@ class StrictProtocol(HttpToolsProtocol):
                 self._decline(data[offer.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+        if self._in_head and self._head_timer is None:
+            self._expect_head()
 
     def _decline(self, rest: bytes) -> None:
         """Go on with another parser, which has seen no offer in this request's head."""
@@ -69,6 +108,7 @@ class StrictProtocol(HttpToolsProtocol):
             self._declining = False
             return
         self._in_head = False
+        self._forget_head()
         version = self.parser.get_http_version()
         hosts = sum(name == b"host" for name, _ in self.headers)
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
@@ -91,6 +131,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._forget_head()
         if self._running is not None and self._running is not self.cycle:  # others wait behind it, in a pipeline
             self._running.disconnected = True
             self._running.message_event.set()

@@ -6,9 +6,12 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
 from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, probe_file, until
 
-from readmit.gate.http import HEAD_BYTES_MAX, Together
+from readmit.gate import http
+from readmit.gate.http import HEAD_BYTES_MAX, StrictProtocol, Together
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +132,34 @@ async def test_a_response_that_is_only_a_head_is_whole_before_its_connection_end
     response.write(b"head")
     response.close()
     assert wire.pieces == [b"head", b"(closed)"]
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /v1/echo HTTP/1.1\r\nHost: gate\r\nX-A: "], ids=["silent", "half a head"])
+async def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("there was no request")
+
+    monkeypatch.setattr(http, "HEAD_LIMIT_S", 0.2)
+    config = uvicorn.Config(app, log_config=None)
+    config.load()
+    state = uvicorn.Server(config).server_state
+    server = await asyncio.get_running_loop().create_server(
+        lambda: StrictProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    async with server, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(begun)
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+@pytest.mark.parametrize("next_", [b"\x00\x01 no request\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * HEAD_BYTES_MAX])
+def test_what_cannot_be_read_is_not_answered_in_the_middle_of_another_answer(wire: socket.socket, next_: bytes) -> None:
+    wire.sendall(b"GET /v1/stream HTTP/1.1\r\nHost: gate\r\n\r\n")
+    begun = wire.recv(65536)
+    try:
+        rest = whole(wire, next_)
+    except ConnectionError:
+        rest = b""
+    assert begun.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 4" not in begun + rest
