@@ -45,6 +45,10 @@ STATUSES: Final = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``readmit``; ends the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments[:1] == ["gate"]:
+        from readmit.gate import huge_pages
+
+        huge_pages.settle()
     entry = COMMANDS.get(arguments[0]) if arguments else None
     if entry is not None and entry.plain:
         # An engine's start is recovery time: it does not wait for typer.

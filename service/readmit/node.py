@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from readmit.config import Config, Slot, split_address
+from readmit.gate import huge_pages
 from readmit.gate.settings import GateSettings
 from weightcache import paths
 from weightcache.errors import ConfigError
@@ -48,7 +49,7 @@ def _children(config: Config) -> Iterator[ChildSpec]:
     if config.gate.enabled and config.slot:
         settings = config.gate_settings()
         stop_s = settings.drain_notice_s + settings.drain_limit_s + STOP_S
-        yield ChildSpec("gate", "gate", _gate_command(config), env, stop_s=stop_s)
+        yield ChildSpec("gate", "gate", _gate_command(config), env | huge_pages.ENVIRONMENT, stop_s=stop_s)
 
 
 def check_probes(probes: Path | None, unverified_ok: bool) -> None:
