@@ -172,6 +172,8 @@ class GateServer(uvicorn.Server):
 
         try:
             path = paths.checked_socket_path(folder / SOCKET)
+            if await _listens(path):
+                raise ConfigError("orders", f"another gate takes them at {path}", path=str(path))
             path.unlink(missing_ok=True)
             mask = os.umask(0o177)
             try:
@@ -196,3 +198,13 @@ class GateServer(uvicorn.Server):
     def _drained(self, drain: asyncio.Task[None]) -> None:
         self.should_exit = True
         drain.result()
+
+
+async def _listens(path: Path) -> bool:
+    """Whether anybody takes connections at a Unix socket; one that a dead process left refuses them."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -15,6 +15,8 @@ import pytest
 from tests.fixtures import http
 from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, free_port, probe_file, until
 
+from readmit.gate.operator import order
+
 
 class Manager:
     """The service manager's end of the notification socket."""
@@ -175,3 +177,17 @@ def _answers(port: int) -> bool:
         return http.get(f"http://127.0.0.1:{port}/livez", timeout=60).status_code == 200
     except httpx.ConnectError:
         return False
+
+
+def test_a_second_gate_on_the_node_does_not_take_the_first_ones_orders(options: list[str], tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    first = Gate(*options, "--runtime-dir", str(runtime))
+    second = Gate(*options, "--runtime-dir", str(runtime))
+    with ending(first, second):
+        second.says("no orders are taken .*another gate takes them")
+        assert order(runtime, "POST", "/api/override", {"reason": "test", "user": "x", "ttl_s": 60})["ttl_s"] == 60
+        assert "override" in first.client.get("/readyz?verbose").text
+        assert "override" not in second.client.get("/readyz?verbose").text
+        assert second.end(signal.SIGTERM) == 0
+        assert order(runtime, "DELETE", "/api/override", {"user": "x"})["lifted"]
