@@ -10,6 +10,7 @@ pytest=("$python" -m pytest -p no:cacheprovider)
 
 # SGLang, which cannot be imported beside vLLM, and what waits for processes of vLLM run on the second core.
 said=$(mktemp)
+set -m  # a group of its own, which can be ended as one
 {
   failed=0
   PYTHONPATH=$(dirname "$python")/../../sglang "${pytest[@]}" tests/engines || failed=$?
@@ -17,7 +18,8 @@ said=$(mktemp)
   exit "$failed"
 } >"$said" 2>&1 &
 beside=$!
-trap 'kill "$beside" 2>/dev/null || true; rm -f "$said"' EXIT
+set +m
+trap 'kill -- "-$beside" 2>/dev/null || true; rm -f "$said"' EXIT
 
 failed=0
 "${pytest[@]}" tests/engines --ignore "$offline" || failed=$?
