@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from gate_parts import health, proxying, takeover
+from gate_parts import death, health, proxying, takeover
 from gate_parts.node import Node
 from gate_parts.processes import Children
 from gate_parts.takeover import FAULTS, Drill, Takeover
@@ -67,12 +67,14 @@ async def takeovers(options: argparse.Namespace, folder: Path, children: Childre
     gate_kill = await takeover.kill_gate(node)
     tell("asking for health during an attach and a load from disk")
     probed = await health.recovering(node)
+    tell("killing processes with much memory")
     return {
         "raw": [list(it) for it in drill.takeovers],
         "requests": takeover.verdict(node, drill),
         "gate_kill": gate_kill,
         "haproxy": beside,
         "health": probed,
+        "death_known": await asyncio.to_thread(death.measure, options.deaths),
     }
 
 
@@ -98,6 +100,7 @@ def report(options: argparse.Namespace, taken: dict[str, Any] | None, cost: dict
             "traffic": taken["requests"],
             "gate_kill_refused": taken["gate_kill"]["refused"],
             "gate_kill": taken["gate_kill"],
+            "death_known_ms": taken["death_known"],
         }
     if cost is not None:
         routes = cost["routes"]
@@ -196,6 +199,9 @@ def show(found: dict[str, Any]) -> None:
         console.print(table)
         steps = ", ".join(f"{name} {ms:g}" for name, ms in found["timeline_ms"].items())
         console.print(f"where a SIGKILL's takeover goes, ms from the fault, each the median: {steps}")
+        for size, ways in found.get("death_known_ms", {}).items():
+            known = ", ".join(f"{way} {ways[way]['p50']:g} ms (worst {ways[way]['max']:g})" for way in death.WAYS)
+            console.print(f"a process with {size} of its own is known to die: {known}, n={ways['n']}")
         console.print(
             f"{found['traffic']['answers']} answers: {found['wrong']} wrong, {found['unverified']} unverified, "
             f"{found['hung']} hung; {found['traffic']['errors']} requests ended with an error; gate killed: "
@@ -253,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.kills = options.kills if options.kills is not None else (12 if options.quick else KILLS)
     options.others = options.others if options.others is not None else (1 if options.quick else OTHERS)
     options.haproxy_kills = 3 if options.quick else max(1, options.kills // 10)
+    options.deaths = 2 if options.quick else 10
     options.rounds, options.seconds = (3, 2.0) if options.quick else (10, 4.0)
     os.environ.update(ENVIRONMENT)
     with place() as (folder, children):
