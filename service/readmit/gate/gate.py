@@ -141,6 +141,7 @@ class Gate:
         if served:
             await asyncio.sleep(self.settings.drain_notice_s)
         self.refusing = True
+        self.hold.dismiss()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_limit_s):
                 await self._idle.wait()

@@ -23,9 +23,13 @@ class Hold:
     def follow(self, step: Transition) -> None:
         """Take in a slot's step: whoever waits may go on when one has become ready."""
         if step.slot.ready:
-            for waiting in self._waiting:
-                if not waiting.done():
-                    waiting.set_result(None)
+            self.dismiss()
+
+    def dismiss(self) -> None:
+        """Have whoever waits ask again: something has changed."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
 
     def worth_it(self, facts: dict[str, Any]) -> bool:
         """Whether the recovery that a refusal tells of may end in time, as far as its history says."""
@@ -40,7 +44,7 @@ class Hold:
             deadline: by the event loop's clock.
 
         Returns:
-            Whether one has; False at once where waiting makes no sense or the room is full.
+            Whether it is worth asking again; False at once where waiting makes no sense or the room is full.
         """
         loop = asyncio.get_running_loop()
         if len(self._waiting) >= self._max_queue or loop.time() >= deadline:

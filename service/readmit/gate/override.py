@@ -9,7 +9,7 @@ import time
 from typing import Any, Final, NamedTuple
 
 from readmit.gate.chronicle import Chronicle
-from weightcache.journal import Event
+from weightcache.journal import Event, boot_id, boottime_ns
 
 log = logging.getLogger("readmit.gate")
 
@@ -18,12 +18,12 @@ LIMIT_S: Final = 86_400.0
 
 
 class Override(NamedTuple):
-    """One override. ``ends_s`` is Unix time in seconds."""
+    """One override. ``ends_ns`` is boottime: whoever sets the clock back does not make it last."""
 
     reason: str
     user: str
     ttl_s: float
-    ends_s: float
+    ends_ns: int
 
     @classmethod
     def of(cls, event: Event) -> "Override | None":
@@ -31,12 +31,19 @@ class Override(NamedTuple):
         if event.name != "set":
             return None
         facts, ttl_s = event.attributes, float(event.attributes["ttl_s"])
-        return cls(str(facts["reason"]), str(facts["user"]), ttl_s, event.wall_ns / 1e9 + ttl_s)
+        now_ns = boottime_ns()
+        began_ns = event.boottime_ns if event.boot_id == boot_id() else now_ns - max(0, time.time_ns() - event.wall_ns)
+        return cls(str(facts["reason"]), str(facts["user"]), ttl_s, began_ns + round(ttl_s * 1e9))
 
     @property
     def left_s(self) -> float:
         """Seconds until it ends, 0 afterwards."""
-        return max(0.0, self.ends_s - time.time())
+        return max(0.0, (self.ends_ns - boottime_ns()) / 1e9)
+
+    @property
+    def ends_s(self) -> float:
+        """When it ends, in Unix time as the clock is now."""
+        return time.time() + self.left_s
 
     def facts(self) -> dict[str, Any]:
         """What the journal keeps of it."""
@@ -65,7 +72,7 @@ class Overrides:
 
     def begin(self, reason: str, user: str, ttl_s: float) -> Override:
         """Put one into force, in place of the one before."""
-        self.current = Override(reason, user, ttl_s, time.time() + ttl_s)
+        self.current = Override(reason, user, ttl_s, boottime_ns() + round(ttl_s * 1e9))
         self._chronicle.write_override("set", self.current.facts())
         log.warning("%s", self.current)
         return self.current

@@ -10,9 +10,10 @@ import pytest
 from tests.readmit.gate.harness import Gate, History, ReferenceEngine, ending, probe_file, until
 
 from readmit.gate.operator import order
+from readmit.gate.override import Override
 from readmit.probes import ProbeSet
 from weightcache.errors import ConfigError
-from weightcache.journal import Context
+from weightcache.journal import Context, Event, boot_id, boottime_ns
 
 Pair = tuple[ReferenceEngine, ReferenceEngine]
 
@@ -135,3 +136,21 @@ def test_that_verification_has_begun_is_written_before_anything_is_answered(
             assert [mark.kind for mark in marks] == ["phase_begin", "phase_end"]
     finally:
         os.kill(engine.pid, signal.SIGCONT)
+
+
+def test_setting_the_clock_back_does_not_make_an_override_last() -> None:
+    facts = {"reason": "test", "user": "x", "ttl_s": 60.0}
+    hour_ns = 3_600_000_000_000
+    now_ns, wall_ns = boottime_ns(), time.time_ns()
+    where = ("node", None, None, None, None, "override", "set", facts)
+    told = Event(1, boot_id(), now_ns - 2 * hour_ns, wall_ns + hour_ns, *where)
+    for event in (told, told._replace(boot_id="earlier", wall_ns=wall_ns - 2 * hour_ns)):
+        override = Override.of(event)
+        assert override is not None
+        assert override.left_s == 0
+    current = Override.of(told._replace(boottime_ns=now_ns))
+    assert current is not None
+    assert 0 < current.left_s <= 60
+    future = Override.of(told._replace(boot_id="earlier"))
+    assert future is not None
+    assert future.left_s <= 60, "not even where the clock of the boot before was ahead"

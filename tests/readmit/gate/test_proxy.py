@@ -183,11 +183,14 @@ async def test_what_is_under_way_to_an_engine_that_hangs_ends_when_it_is_ejected
             gate = app.state.gate
             while not gate.ready:  # noqa: ASYNC110 - brought about by another process
                 await asyncio.sleep(0.02)
-            asked = [asyncio.create_task(sent_by(app, path)) for path in ("/v1/silent", "/v1/stalls")]
-            while gate.in_flight < 2:  # noqa: ASYNC110 - as above
+            before: list[Message] = []
+            within: list[Message] = []
+            asked = [sent_by(app, "/v1/silent", before), sent_by(app, "/v1/stalls", within)]
+            answers = asyncio.gather(*asked)
+            while gate.in_flight < 2 or len(within) < 2:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.02)
             engine.process.send_signal(signal.SIGSTOP)
-            before, within = await asyncio.gather(*asked)
+            await answers
     assert before[0]["status"] == 502
     assert json.loads(before[1]["body"])["error"]["code"] == "engine_ejected"
     assert within[0]["status"] == 200
@@ -195,9 +198,8 @@ async def test_what_is_under_way_to_an_engine_that_hangs_ends_when_it_is_ejected
     assert within[-1]["more_body"], "it ended as if it were whole"
 
 
-async def sent_by(app: ASGIApp, path: str) -> list[Message]:
-    """What an application sends to a client that waits."""
-    sent: list[Message] = []
+async def sent_by(app: ASGIApp, path: str, sent: list[Message]) -> None:
+    """Take down what an application sends to a client that waits."""
     scope = {
         "type": "http",
         "method": "GET",
@@ -215,7 +217,6 @@ async def sent_by(app: ASGIApp, path: str) -> list[Message]:
         sent.append(message)
 
     await app(scope, receive, send)
-    return sent
 
 
 def test_an_engine_that_breaks_one_connection_stays(gate: Gate) -> None:
@@ -330,6 +331,19 @@ def test_a_request_may_wait_for_a_slot_but_not_too_many(options: list[str]) -> N
             both.remove(refused)
             answer = both[0].result(60)
             assert (answer.status_code, answer.json()["body"]) == (201, "body")
+
+
+def test_who_waits_for_a_slot_is_told_when_the_gate_leaves(options: list[str]) -> None:
+    gate = Gate("--slot", f"a=http://127.0.0.1:{free_port()}", *options, "--max-wait", "600")
+    with ending(gate), ThreadPoolExecutor(1) as clients:
+        gate.until_state("starting")
+        waiting = clients.submit(httpx.post, f"{gate.url}/v1/echo", content=b"body", timeout=60)
+        time.sleep(0.3)
+        assert not waiting.done()
+        gate.process.terminate()
+        refused = waiting.result(60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "1"
 
 
 def test_a_request_does_not_wait_longer_than_it_may(options: list[str]) -> None:
