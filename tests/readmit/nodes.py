@@ -177,7 +177,7 @@ def place(kind: type[P] = Place) -> Iterator[P]:  # type: ignore[assignment]
         for record in read(here.runtime_dir)[1]:
             child = Process.open(record.pid, record.start_ticks) if record.pid else None
             if child is not None:
-                child.send_signal(signal.SIGKILL)
+                os.killpg(child.pid, signal.SIGKILL)  # each leads a session; an engine may be below a shell
                 child.close()
         here.journal.close()
         shutil.rmtree(here.folder)
