@@ -40,7 +40,7 @@ def engines(model: Path) -> Iterator[tuple[ReferenceEngine, ReferenceEngine]]:
 @pytest.fixture(scope="module")  # no longer: its gate goes on verifying, at the cost of all that comes after
 def pair(model: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A node with two slots on the same resident weights, both ready."""
-    node = Node(model, golden, tmp_path_factory.mktemp("pair"), "--hang-limit", "3", cached=True, slots=("a", "b"))
+    node = Node(model, golden, tmp_path_factory.mktemp("pair"), "--hang-limit", "10", cached=True, slots=("a", "b"))
     with ending(node):
         node.until_ready()
         for slot in ("a", "b"):
