@@ -51,8 +51,11 @@ class StrictProtocol(HttpToolsProtocol):
 
     @property
     def _answers(self) -> bool:
-        """Whether a response is under way: nothing else may be written then."""
-        return self._running is not None and not self._running.response_complete
+        """Whether a response is under way, or owed to a request that is whole: nothing else may be written then."""
+        running = self._running
+        if running is None or running.response_complete:
+            return False
+        return running.response_started or not running.more_body
 
     def _refuse(self, response: bytes) -> None:
         if not (self._answers or self.transport.is_closing()):

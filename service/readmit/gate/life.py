@@ -281,7 +281,9 @@ class Life:
             self._silent_ns = since_ns
         settings = self._means.settings
         limit = settings.busy_hang_limit_s if self.slot.in_flight else settings.hang_limit_s
-        if not self._hangs and boottime_ns() - self._silent_ns >= limit * 1e9:
+        # Whom it answered until a moment ago, it has not hung since before that.
+        silent_ns = boottime_ns() - max(self._silent_ns, self.slot.last_heard_ns)
+        if not self._hangs and silent_ns >= limit * 1e9:
             self._hangs = True
             self._eject("hang", "hang")
 

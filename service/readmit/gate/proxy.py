@@ -22,6 +22,7 @@ from readmit.gate.problem import Problem
 from readmit.gate.slots import Lease, Slot
 from readmit.gate.trace import Trace
 from readmit.gate.upload import Headers, Upload, header_of
+from weightcache.journal import boottime_ns
 
 T = TypeVar("T")
 
@@ -274,8 +275,10 @@ class _Exchange:
             while not self._complete:
                 # Empty when the engine has sent everything.
                 chunk = content.read_nowait() or await self._within(self._settings.idle_limit_s, content.readany())
-                if not self._tail and self._upload.generates and response.status < HTTPStatus.BAD_REQUEST:
-                    self._gate.neglect.answered(self._slot.name)
+                if self._upload.generates and response.status < HTTPStatus.BAD_REQUEST:
+                    self._slot.last_heard_ns = boottime_ns()
+                    if not self._tail:
+                        self._gate.neglect.answered(self._slot.name)
                 self._complete = content.at_eof()
                 # Waits while the client reads more slowly than the engine writes; the engine then waits as well.
                 await self._send(_body(chunk, more=not self._complete))

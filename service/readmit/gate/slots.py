@@ -107,6 +107,8 @@ class Slot:
         self.lease: Lease | None = None
         self.in_flight = 0
         self.last_correct_ns: int | None = None
+        self.last_heard_ns = 0
+        """When its engine last sent a user something that it had generated."""
         self.wrong_while_ready = 0
         """Wrong verifications among the last ones since it became ready; above 0 it serves under suspicion."""
         self.carried: set[Callable[[str], None]] = set()

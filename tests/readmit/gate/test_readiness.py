@@ -181,7 +181,7 @@ def test_a_stopped_engine_hangs_and_one_that_goes_on_comes_back(
 
 
 def test_a_busy_engine_is_late_and_stays(engines: Pair, options: list[str], history: History) -> None:
-    gate = Gate("--slot", f"a={engines[0].url}", *options, "--hang-limit", "1")
+    gate = Gate("--slot", f"a={engines[0].url}", *options, "--hang-limit", "4")
     long = {**ASK, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with ending(gate):
         gate.until_ready()
