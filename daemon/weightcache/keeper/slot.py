@@ -161,14 +161,14 @@ class Slot:
 
         Until the engine has ended, which `end` of ``detect`` says, nothing recovers yet.
         """
-        now_ns = boottime_ns()
+        at_ns = boottime_ns()
         if self.is_open:
             self._end_attempt("abandoned", reason=cause)
             self._faults = []
-            self.begin("detect", at_ns=now_ns)
         else:
-            self._open(cause, now_ns if fault_ns is None else fault_ns, fault_clock)
-            self.begin("detect", at_ns=now_ns if fault_ns is None else fault_ns)
+            at_ns = at_ns if fault_ns is None else fault_ns
+            self._open(cause, at_ns, fault_clock)
+        self.begin("detect", at_ns=at_ns)
 
     def exited(
         self, pid: int, start_ticks: int, exit_: Exit, at_ns: int, *, ordered: bool, error: str | None = None

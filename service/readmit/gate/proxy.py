@@ -270,12 +270,12 @@ class _Exchange:
         kept = [*_end_to_end(headers), _traceresponse(self._trace)]
         await self._send({"type": "http.response.start", "status": response.status, "headers": kept})
         self._begun = headers
-        content = response.content
+        content, generated = response.content, self._upload.generates and response.status < HTTPStatus.BAD_REQUEST
         try:
             while not self._complete:
                 # Empty when the engine has sent everything.
                 chunk = content.read_nowait() or await self._within(self._settings.idle_limit_s, content.readany())
-                if self._upload.generates and response.status < HTTPStatus.BAD_REQUEST:
+                if generated:
                     self._slot.last_heard_ns = boottime_ns()
                     if not self._tail:
                         self._gate.neglect.answered(self._slot.name)
