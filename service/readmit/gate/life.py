@@ -72,13 +72,13 @@ class Life:
         """Set from outside when the process is not the slot's engine any more."""
         self.doubt = asyncio.Event()
         """Set by whoever saw the engine fail: verify at once."""
+        slot.silent_ns = None
         self._supervised = supervised
         self._means = means
         self._lose = lose
         self._answered = False
         self._needed = 1
         self._phase_marked = False
-        self._silent_ns: int | None = None
         self._hangs = False
         self._neglects = False
         """Users wait for it in vain, whatever it says to golden questions; a process does not get over that."""
@@ -114,7 +114,7 @@ class Life:
             self.slot.enter("verifying", "port_open" if self.slot.state != "verifying" else self.slot.reason)
             finding = await self._examine()
             if finding.result in ("correct", "wrong"):
-                self._silent_ns, self._hangs = None, False
+                self.slot.silent_ns, self._hangs = None, False
             match finding.result:
                 case "correct":
                     good += 1
@@ -186,7 +186,7 @@ class Life:
                 return
             pause = settings.verify_interval_s
             if finding.result in ("correct", "wrong"):
-                self._silent_ns = None
+                self.slot.silent_ns = None
                 # A busy engine batches, and may round another way: only an idle one's mistakes count.
                 if finding.result == "correct" or not self.slot.in_flight:
                     window.append(finding.result == "wrong")
@@ -225,7 +225,7 @@ class Life:
                     await self.doubt.wait()
             doubted = self.doubt.is_set()
             self.doubt.clear()
-            if doubted or not self.slot.in_flight or self._silent_ns is not None or self._overdue():
+            if doubted or not self.slot.in_flight or self.slot.silent_ns is not None or self._overdue():
                 break
         return self.slot.ready
 
@@ -277,12 +277,12 @@ class Life:
         """No answer in time. Late is not wrong, until it has lasted too long; then it is a hang."""
         if not self._answered:
             return  # this process never did: that is a slow start
-        if self._silent_ns is None:
-            self._silent_ns = since_ns
+        if self.slot.silent_ns is None:
+            self.slot.silent_ns = since_ns
         settings = self._means.settings
         limit = settings.busy_hang_limit_s if self.slot.in_flight else settings.hang_limit_s
-        # Whom it answered until a moment ago, it has not hung since before that.
-        silent_ns = boottime_ns() - max(self._silent_ns, self.slot.last_heard_ns)
+        # A long answer that ended a moment ago was work, not a hang.
+        silent_ns = boottime_ns() - max(self.slot.silent_ns, self.slot.last_heard_ns)
         if not self._hangs and silent_ns >= limit * 1e9:
             self._hangs = True
             self._eject("hang", "hang")

@@ -166,6 +166,7 @@ class _Exchange:
         self._upload = upload
         self._send = send
         self._trace = trace
+        self._asked_ns = boottime_ns()
         self._begun: Headers | None = None
         """The response's headers, once they have gone to the client."""
         self._tail = b""
@@ -276,7 +277,7 @@ class _Exchange:
                 # Empty when the engine has sent everything.
                 chunk = content.read_nowait() or await self._within(self._settings.idle_limit_s, content.readany())
                 if generated:
-                    self._slot.last_heard_ns = boottime_ns()
+                    self._slot.heard(self._asked_ns)
                     if not self._tail:
                         self._gate.neglect.answered(self._slot.name)
                 self._complete = content.at_eof()
