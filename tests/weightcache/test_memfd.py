@@ -10,7 +10,7 @@ import torch
 from tests.weightcache.caches import descriptors, few_descriptors
 from tests.weightcache.publishing import packed
 
-from weightcache.arena import memfd
+from weightcache.arena import huge_pages, memfd
 from weightcache.arena.memfd import MemfdMapping, MemfdWriter
 from weightcache.arena.seals import SEALS, seals
 from weightcache.errors import ImportRejected, ResourceError
@@ -118,3 +118,45 @@ def test_a_mapping_is_private_and_ends_with_its_last_tensor() -> None:
     del last
     gc.collect()
     assert mappings() == 0
+
+
+def test_an_arena_lies_in_huge_pages_and_one_write_harms_one_copy_of_one() -> None:
+    size = (5 << 20) + 4096
+    content = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+    writer = MemfdWriter(size)
+    writer.write(0, content)
+    (descriptor,) = writer.seal()
+    first, second = MemfdMapping(descriptor, size), MemfdMapping(descriptor, size)
+    os.close(descriptor)
+    mine, theirs = (torch.frombuffer(mapping._memory, dtype=torch.uint8) for mapping in (first, second))
+    assert torch.equal(mine, content)
+    assert mapped_huge(mine.data_ptr()) == 4 << 20, "two of 2 MiB; the rest is small"
+    mine[7] += 1
+    assert torch.equal(theirs, content)
+    assert torch.equal(mine[8:], content[8:])
+
+
+def test_where_a_kernel_has_no_huge_pages_an_arena_lies_in_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_MADV_COLLAPSE", 9999)  # as unknown as the real one is before Linux 6.1
+    size = 5 << 20
+    writer = MemfdWriter(size)
+    writer.write(0, torch.ones(size, dtype=torch.uint8))
+    (descriptor,) = writer.seal()
+    mapping = MemfdMapping(descriptor, size)
+    os.close(descriptor)
+    there = torch.frombuffer(mapping._memory, dtype=torch.uint8)
+    assert there.sum() == size
+    assert mapped_huge(there.data_ptr()) == 0
+
+
+def mapped_huge(address: int) -> int:
+    """How much of a mapping of a memory file is mapped in huge pages, in bytes."""
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            ours = begin <= address < end
+        elif ours and words[0] == "ShmemPmdMapped:":
+            return int(words[1]) << 10
+    raise AssertionError(f"nothing is mapped at {address:#x}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weightcache import memory
+from weightcache.arena import huge_pages
 from weightcache.arena.seals import SEALS, memory_file, require_sealed
 from weightcache.digest import tensor_digest, tensor_memory
 from weightcache.errors import ResourceError
@@ -25,11 +26,6 @@ _STEP = 256 << 20
 _HEADROOM = 64 << 20
 """Left to everybody else when space is reserved: a machine filled to the last page kills somebody."""
 _MAP_NORESERVE = 0x4000  # a private writable mapping may be larger than free memory: it is never written as a whole
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class MemfdWriter:
@@ -52,9 +48,12 @@ class MemfdWriter:
         self._descriptor = memory_file("weightcache-arena")
         try:
             _require_memory(size)
+            os.ftruncate(self._descriptor, size)
+            in_huge_pages = True
             for start in range(0, size, _STEP):
                 step = min(_STEP, size - start)
                 _require_memory(step)  # others may have taken memory since the first look
+                in_huge_pages = in_huge_pages and huge_pages.reserve(self._descriptor, start, step)
                 os.posix_fallocate(self._descriptor, start, step)
         except BaseException as error:
             self.close()
@@ -137,13 +136,10 @@ class MemfdMapping:
 def _map_private(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
     # mmap.mmap would keep a duplicate of the descriptor open for as long as the mapping lives.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        number = ctypes.get_errno()
-        raise ResourceError(f"the kernel refused to map {size} bytes: {os.strerror(number)}", needed=size, errno=number)
+    address = huge_pages.map_aligned(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE, flags)
 
     def unmap(self: ctypes.Array[ctypes.c_char]) -> None:
-        _libc.munmap(ctypes.addressof(self), size)
+        huge_pages.unmap(ctypes.addressof(self), size)
 
     # Tensors made by frombuffer hold this object; when the last is gone the mapping goes with it.
     mapped: Any = type("Mapped", (ctypes.c_char * size,), {"__del__": unmap})
