@@ -40,7 +40,7 @@ test: system lint
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Not part of `make test`: it needs an environment of several GB, and starts vLLM some twenty times.
-test-engines:
+test-engines: $(VENV)/.made
 	@PYTHON=$(PYTHON) PYTEST_ADDOPTS='$(PYTEST_ARGS)' scripts/test-engines.sh --kills $(if $(FULL),10,3) $(ARGS)
 
 observability: system $(VENV)/.installed-test

@@ -1,6 +1,6 @@
 """Kill vLLM in every way and on every path, and say how it came back: a table, then one line of JSON.
 
-``python -m tests.engines.recoveries [--kills N] [--parts off,shared,tp2,observed] [--again]``
+``python -m tests.engines.recoveries [--kills N] [--parts off,shared,tp2,observed] [--again] [--with FILE]``
 
 Exit status 1: processes or shared memory of a killed engine are left, an answer differs, or more than a tenth of a
 recovery belongs to no phase. Times depend on what else the machine does: they are printed beside what is aimed at, and
@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import vllm
 from tests.engines import checkpoints
 from tests.engines.node import NAME, PROMPTS, Answer, Node, forget_pages, observed_start, p50
@@ -31,6 +32,11 @@ EXPLAINED: Final = 0.1
 """Share of a recovery's time that may belong to no phase."""
 SPEEDS: Final = 3
 """How often the speed of either engine is measured in a turn."""
+BLOCK_FP8: Final = (
+    "compared by test_vllm_parity.py"
+    if torch.cpu._is_amx_tile_supported()
+    else "not in vLLM, which needs AMX for it: the reference engine's tests compare it"
+)
 TOLERANCE: Final = 0.1
 """Nats by which a log-probability in bf16 may move between batches."""
 
@@ -41,6 +47,8 @@ class Account:
     def __init__(self) -> None:
         self.recovered: dict[str, list[Episode]] = {}
         """The recoveries from kills, by what they are counted as."""
+        self.unattributed_elsewhere = 0.0
+        """`unattributed_share` of parts that another process has run."""
         self.told: dict[str, list[Episode]] = {}
         """The same, and the starts before."""
         self.standby_s: list[float] = []
@@ -107,7 +115,7 @@ class Account:
             sum(it.phases_s().get(UNATTRIBUTED, 0.0) for it in alike) / sum(it.total_s for it in alike)
             for alike in self.told.values()
         )
-        return max(shares, default=0.0)
+        return max(self.unattributed_elsewhere, *shares)
 
     def p50_s(self, named: str) -> float:
         return p50([episode.total_s for episode in self.recovered[named]])
@@ -118,6 +126,13 @@ class Account:
         taken = [{"load_weights": it.phases_s()["load_weights"], **it.parts_s()} for it in hits]
         names = [name for name in taken[0] if name.startswith("load_weights")] if taken else []
         return {name: p50([1000 * seconds[name] for seconds in taken]) for name in names}
+
+    def add(self, report: dict[str, Any]) -> None:
+        """Account for the parts that another process has run, by its last line."""
+        self.tp2 = report["tp2"]
+        self.unattributed_elsewhere = report["unattributed_share"]
+        self.parity_failures += report["parity_failures"]
+        self.orphans, self.shm_left = self.orphans + report["orphans"], self.shm_left + report["shm_left"]
 
     def report(self) -> dict[str, Any]:
         """The last line."""
@@ -285,18 +300,24 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="kills on every path")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--again", action="store_true", help="try a part that breaks off a second time")
+    parser.add_argument(
+        "--with", dest="others", type=Path, help="what was said about other parts; its last line counts"
+    )
     arguments = parser.parse_args()
     model, account = prepare(), Account()
+    if arguments.others is not None:
+        account.add(json.loads(arguments.others.read_text().splitlines()[-1]))
     for part in arguments.parts.split(","):
         account = run(part, account, model, arguments.kills, again=arguments.again)
     report = account.report()
+    if hit_ms := account.hit_ms():
+        account.facts |= {
+            "load_weights on a hit, ms": (hit_ms.pop("load_weights"), "at most 400"),
+            "bind, ms": (hit_ms["load_weights.bind"], "at most 30"),
+            "parts of load_weights, ms": (_phases({name.partition(".")[2]: ms for name, ms in hit_ms.items()}), ""),
+        }
     account.facts |= {
-        "load_weights on a hit, ms": (report["load_weights_hit_ms"], "at most 400"),
-        "bind, ms": (report["bind_ms"], "at most 30"),
-        "parts of load_weights, ms": (
-            _phases({name.rpartition(".")[2]: ms for name, ms in account.hit_ms().items()}),
-            "",
-        ),
+        "block-wise FP8 from disk and from the cache": (BLOCK_FP8, ""),
         "log-probabilities apart, nats, worst": (round(account.logprobs_apart, 4), f"at most {TOLERANCE}"),
         "belongs to no phase, share, worst": (report["unattributed_share"], f"at most {EXPLAINED}"),
     }
