@@ -51,6 +51,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     best_of: Annotated[int, Meta(ge=1, le=1)] = 1
     echo: bool = False
     ignore_eos: bool = False
+    return_token_ids: bool = False
 
     def sampling(self) -> Sampling:
         """How to generate what was asked for."""
@@ -78,7 +79,7 @@ class RequestError(Exception):
 class Completion:
     """One answer as it grows: its identity, its token counts and the shape of its chunks."""
 
-    def __init__(self, model: str, prompt: list[int], word: Callable[[int], str]) -> None:
+    def __init__(self, model: str, prompt: list[int], word: Callable[[int], str], *, token_ids: bool) -> None:
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -86,6 +87,7 @@ class Completion:
             "model": model,
         }
         self._word = word
+        self._token_ids = token_ids
         self._prompt_tokens = len(prompt)
         self._tokens = 0
         self._offset = 0
@@ -105,7 +107,10 @@ class Completion:
         self._tokens += len(steps)
         self._offset += len(text)
         finish = steps[-1].finish if steps else None
-        return {**self._head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]}
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if self._token_ids:
+            choice["token_ids"] = [step.token for step in steps]
+        return {**self._head, "choices": [choice]}
 
     def usage(self) -> dict[str, int]:
         """Token counts so far."""
@@ -167,7 +172,7 @@ class CompletionsAPI:
             message = f"the model {asked.model!r} does not exist; this engine serves {self._model!r}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
         prompt = self._prompt(asked)
-        completion = Completion(self._model, prompt, self._generator.word)
+        completion = Completion(self._model, prompt, self._generator.word, token_ids=asked.return_token_ids)
         if asked.stream:
             events = self._events(completion, prompt, asked)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -185,7 +190,7 @@ class CompletionsAPI:
         async with aclosing(self._steps(prompt, asked.sampling())) as arriving:
             async for step in arriving:
                 chunk = completion.chunk([step])
-                if step.text or step.top is not None or step.finish:
+                if step.text or step.top is not None or step.finish or asked.return_token_ids:
                     yield _event(chunk)
         if asked.stream_options.include_usage:
             yield _event(completion.usage_chunk())

@@ -16,11 +16,12 @@ BROKEN_OFF: Final = ("abort", "error")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What an engine said: its text, and tokens with log-probabilities where they were asked for."""
+    """What an engine said: its text, and tokens, their log-probabilities and ids where they were asked for."""
 
     text: str
     tokens: tuple[str, ...] | None = None
     logprobs: tuple[float | None, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
 
 
 class NoCompletion(aiohttp.ClientError):
@@ -71,6 +72,7 @@ def answer_of(reply: Any) -> Answer:
                 "text": choice["text"],
                 "tokens": marks and marks["tokens"],
                 "logprobs": marks and marks["token_logprobs"],
+                "token_ids": choice.get("token_ids"),
             },
             Answer,
         )

@@ -28,6 +28,8 @@ from readmit.exchange import Answer, NoCompletion, answer_of, exchange, short
 from weightcache.errors import ConfigError
 
 Result = Literal["correct", "wrong", "late", "error"]
+By = Literal["text", "tokens", "token-ids", "logprobs"]
+"""What of a golden answer is compared."""
 RESULTS: Final[tuple[Result, ...]] = ("correct", "wrong", "late", "error")
 
 DEFAULT_PROMPTS: Final = (
@@ -40,44 +42,41 @@ DEFAULT_PROMPTS: Final = (
 
 
 class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a correct answer looks like: exactly one of ``text``, ``regex`` and ``tokens``.
+    """What a correct answer looks like: exactly one of ``text``, ``regex``, ``tokens`` and ``token_ids``.
 
     Attributes:
         text: the whole answer.
         regex: a regular expression found somewhere in it (`re.search`).
         tokens: the answer's tokens as text, as ``logprobs`` gives them.
-        logprobs: their log-probabilities, one for each token; only together with ``tokens``.
+        token_ids: their ids, which also tell apart tokens that are written alike, such as parts of one character.
+        logprobs: their log-probabilities, one for each token; only together with ``tokens`` or ``token_ids``.
         tolerance: how far each log-probability may be away, in nats.
     """
 
     text: str | None = None
     regex: str | None = None
     tokens: tuple[str, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     tolerance: float = 0.5
 
     def __post_init__(self) -> None:
-        if sum(kind is not None for kind in (self.text, self.regex, self.tokens)) != 1:
-            raise ValueError("an expectation has exactly one of text, regex and tokens")
-        if self.logprobs is not None and len(self.logprobs) != len(self.tokens or ()):
+        if sum(kind is not None for kind in (self.text, self.regex, self.tokens, self.token_ids)) != 1:
+            raise ValueError("an expectation has exactly one of text, regex and tokens or token_ids")
+        if self.logprobs is not None and len(self.logprobs) != len(self.tokens or self.token_ids or ()):
             raise ValueError("logprobs has one number for each of the tokens")
         if self.regex is not None:
             try:
                 re.compile(self.regex)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self.regex!r} is not a regular expression: {error}") from error
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether the engine must be asked for log-probabilities."""
-        return self.tokens is not None
 
     def __str__(self) -> str:
         if self.text is not None:
             return repr(self.text)
         if self.regex is not None:
             return f"/{self.regex}/"
-        return f"the tokens {list(self.tokens or ())}"
+        return f"the tokens {list(self.tokens or self.token_ids or ())}"
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -214,7 +213,13 @@ class Interrogation:
         began = time.monotonic()
         try:
             async with asyncio.timeout(limit_s):
-                answer = await self.answer(probe.prompt, probe.max_tokens, tokens=probe.expect.wants_tokens)
+                expect = probe.expect
+                answer = await self.answer(
+                    probe.prompt,
+                    probe.max_tokens,
+                    tokens=expect.tokens is not None or expect.logprobs is not None,
+                    token_ids=expect.token_ids is not None,
+                )
         except TimeoutError:
             message = f"no answer within {limit_s:g} s"
             return Verdict(probe.name, "late", time.monotonic() - began, message=message)
@@ -237,8 +242,8 @@ class Interrogation:
                 break
         return verdicts
 
-    async def answer(self, prompt: str, max_tokens: int, *, tokens: bool = False) -> Answer:
-        """The engine's answer.
+    async def answer(self, prompt: str, max_tokens: int, *, tokens: bool = False, token_ids: bool = False) -> Answer:
+        """The engine's answer, with its tokens and their log-probabilities, or their ids, where that is asked for.
 
         Raises:
             aiohttp.ClientError: it could not be had.
@@ -251,6 +256,8 @@ class Interrogation:
         }
         if tokens:
             question["logprobs"] = 1
+        if token_ids:
+            question["return_token_ids"] = True  # vLLM's word, and SGLang's
         return answer_of(await exchange("POST", self.url / "v1/completions", self._headers, question))
 
 
@@ -274,7 +281,7 @@ async def record(
     model: str,
     max_tokens: int = 8,
     repeat: int = 3,
-    by: Literal["text", "tokens", "logprobs"] = "text",
+    by: By = "text",
     tolerance: float = 0.5,
     limit_s: float = 120.0,
     headers: Mapping[str, str] | None = None,
@@ -283,7 +290,8 @@ async def record(
 
     Args:
         repeat: how often each question is put; only an answer that stays the same can be a golden one.
-        by: what is compared later: the text, its tokens, or tokens and log-probabilities within ``tolerance``.
+        by: what is compared later: the text, its tokens as text, their ids, or tokens and log-probabilities within
+            ``tolerance``.
 
     Raises:
         ConfigError: ``probe_unstable``, ``probe_empty`` or ``probe_tokens``: this prompt gives no golden answer here.
@@ -296,17 +304,26 @@ async def record(
         answers = []
         for _ in range(max(1, repeat)):
             async with asyncio.timeout(limit_s):
-                answers.append(await engine.answer(prompt, max_tokens, tokens=by != "text"))
-        first = answers[0]
+                answers.append(
+                    await engine.answer(
+                        prompt, max_tokens, tokens=by in ("tokens", "logprobs"), token_ids=by == "token-ids"
+                    )
+                )
         _check_golden(prompt, answers, by)
-        expect = Expectation(text=first.text)
-        if by != "text":
-            logprobs = tuple(value for value in first.logprobs or () if value is not None)
-            expect = Expectation(
-                tokens=first.tokens, logprobs=logprobs if by == "logprobs" else None, tolerance=tolerance
-            )
-        probes.append(Probe(f"probe-{index}", prompt, max_tokens, expect))
+        probes.append(Probe(f"probe-{index}", prompt, max_tokens, _expectation(answers[0], by, tolerance)))
     return tuple(probes)
+
+
+def _expectation(golden: Answer, by: By, tolerance: float) -> Expectation:
+    match by:
+        case "text":
+            return Expectation(text=golden.text)
+        case "token-ids":
+            return Expectation(token_ids=golden.token_ids)
+        case "tokens":
+            return Expectation(tokens=golden.tokens)
+    logprobs = tuple(value for value in golden.logprobs or () if value is not None)
+    return Expectation(tokens=golden.tokens, logprobs=logprobs, tolerance=tolerance)
 
 
 def now_iso() -> str:
@@ -331,8 +348,10 @@ def _difference(expect: Expectation, answer: Answer) -> str | None:
         return None if answer.text == expect.text else repr(answer.text)
     if expect.regex is not None:
         return None if re.search(expect.regex, answer.text) else repr(answer.text)
-    if answer.tokens != expect.tokens:
-        return f"the tokens {list(answer.tokens)}" if answer.tokens is not None else "no tokens in the answer"
+    if expect.tokens is not None and answer.tokens != expect.tokens:
+        return _tokens(answer.tokens)
+    if expect.token_ids is not None and answer.token_ids != expect.token_ids:
+        return _tokens(answer.token_ids)
     if expect.logprobs is None:
         return None
     found = answer.logprobs or ()
@@ -344,10 +363,14 @@ def _difference(expect: Expectation, answer: Answer) -> str | None:
     return None
 
 
-def _check_golden(prompt: str, answers: Sequence[Answer], by: str) -> None:
+def _tokens(found: Sequence[object] | None) -> str:
+    return "no tokens in the answer" if found is None else f"the tokens {list(found)}"
+
+
+def _check_golden(prompt: str, answers: Sequence[Answer], by: By) -> None:
     first = answers[0]
     for other in answers[1:]:
-        if (other.text, other.tokens) != (first.text, first.tokens):
+        if (other.text, other.tokens, other.token_ids) != (first.text, first.tokens, first.token_ids):
             raise ConfigError(
                 "probe_unstable",
                 f"the answer to {short(prompt)} does not stay the same",
@@ -364,11 +387,15 @@ def _check_golden(prompt: str, answers: Sequence[Answer], by: str) -> None:
             remedy="Use another prompt or more tokens",
         )
     finite = all(value is not None and math.isfinite(value) for value in first.logprobs or ())
-    if by != "text" and (not first.tokens or not finite):
+    if by != "text" and not (first.token_ids if by == "token-ids" else first.tokens and finite):
         raise ConfigError(
             "probe_tokens",
-            f"the answer to {short(prompt)} comes without usable tokens and log-probabilities",
-            expected="choices[0].logprobs with tokens and finite token_logprobs",
-            found=short((first.tokens, first.logprobs)),
+            f"the answer to {short(prompt)} comes without usable {'ids' if by == 'token-ids' else 'log-probabilities'}",
+            expected=(
+                "choices[0].token_ids, as return_token_ids asks for"
+                if by == "token-ids"
+                else "choices[0].logprobs with tokens and finite token_logprobs"
+            ),
+            found=short(first.token_ids if by == "token-ids" else (first.tokens, first.logprobs)),
             remedy="Record by text",
         )

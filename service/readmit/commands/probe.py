@@ -29,6 +29,7 @@ class By(StrEnum):
 
     TEXT = "text"
     TOKENS = "tokens"
+    TOKEN_IDS = "token-ids"
     LOGPROBS = "logprobs"
 
 
