@@ -187,6 +187,7 @@ class Gate:
             yield
         finally:
             slot.in_flight -= 1
+            slot.idle_ns = boottime_ns()
             self.metrics.in_flight.dec()
             if not self.in_flight:
                 self._idle.set()

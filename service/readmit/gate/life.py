@@ -18,6 +18,7 @@ from readmit.gate.override import Overrides
 from readmit.gate.process import Engine
 from readmit.gate.remedies import Remedies
 from readmit.gate.settings import GateSettings
+from readmit.gate.silence import Silence
 from readmit.gate.slots import Lease, Slot
 from readmit.gate.verifier import Finding, Verifier
 from weightcache.journal import boottime_ns
@@ -72,7 +73,7 @@ class Life:
         """Set from outside when the process is not the slot's engine any more."""
         self.doubt = asyncio.Event()
         """Set by whoever saw the engine fail: verify at once."""
-        slot.silent_ns = None
+        self._silence = Silence(slot, means.settings)
         self._supervised = supervised
         self._means = means
         self._lose = lose
@@ -80,6 +81,8 @@ class Life:
         self._needed = 1
         self._phase_marked = False
         self._hangs = False
+        self._reexamined = False
+        """It answered the golden questions that were asked before those that are asked now."""
         self._neglects = False
         """Users wait for it in vain, whatever it says to golden questions; a process does not get over that."""
         self._restarting = False
@@ -114,7 +117,8 @@ class Life:
             self.slot.enter("verifying", "port_open" if self.slot.state != "verifying" else self.slot.reason)
             finding = await self._examine()
             if finding.result in ("correct", "wrong"):
-                self.slot.silent_ns, self._hangs = None, False
+                self._silence.end()
+                self._hangs = False
             match finding.result:
                 case "correct":
                     good += 1
@@ -134,7 +138,7 @@ class Life:
                         await self._cure_wrong()
                 case "late":
                     self.slot.enter("verifying", "late")
-                    self._note_silence(finding.asked_ns)
+                    self._note_silence(finding.put_ns)
                     pause = 0.0
                 case "no_probes" | "stale_probes":
                     self.slot.enter("verifying", finding.result)
@@ -156,7 +160,7 @@ class Life:
             self.engine, chronicle.generation(name), None if overridden else finding.probe_set, now, overridden
         )
         self.slot.open(lease)
-        self._answered, self._needed = True, 1
+        self._answered, self._needed, self._reexamined = True, 1, False
         if self._phase_marked:
             chronicle.write(name, "phase_end", "semantic_verify", at_ns=now)
             self._phase_marked = False
@@ -181,12 +185,13 @@ class Life:
             lease = self.slot.lease
             if lease is None:
                 return
-            if not lease.overridden and finding.probe_set not in (None, lease.probe_set):
+            if not lease.overridden and (finding.probe_set != lease.probe_set or finding.result == "stale_probes"):
                 self.slot.revoke("probes_changed")
+                self._reexamined = lease.verified
                 return
             pause = settings.verify_interval_s
             if finding.result in ("correct", "wrong"):
-                self.slot.silent_ns = None
+                self._silence.end()
                 # A busy engine batches, and may round another way: only an idle one's mistakes count.
                 if finding.result == "correct" or not self.slot.in_flight:
                     window.append(finding.result == "wrong")
@@ -201,12 +206,12 @@ class Life:
                         self._eject("wrong_answer", "wrong_answer")
                 case "late":
                     pause = 0.0
-                    self._note_silence(finding.asked_ns)
+                    self._note_silence(finding.put_ns)
                 case "error" if finding.refused:
                     self.slot.revoke("engine_refused")
                 case "error" if finding.busy:
                     pause = min(CONFIRM_S, pause)
-                    self._note_silence(finding.asked_ns)
+                    self._note_silence(finding.put_ns)
                 case "error":
                     pause = min(CONFIRM_S, pause)
                     if errors >= settings.eject_wrong:
@@ -225,7 +230,7 @@ class Life:
                     await self.doubt.wait()
             doubted = self.doubt.is_set()
             self.doubt.clear()
-            if doubted or not self.slot.in_flight or self.slot.silent_ns is not None or self._overdue():
+            if doubted or not self.slot.in_flight or self._silence.lasts or self._overdue():
                 break
         return self.slot.ready
 
@@ -273,17 +278,12 @@ class Life:
             chronicle.write(name, "phase_begin", "semantic_verify")
             self._phase_marked = True
 
-    def _note_silence(self, since_ns: int) -> None:
-        """No answer in time. Late is not wrong, until it has lasted too long; then it is a hang."""
+    def _note_silence(self, put_ns: int) -> None:
+        """No answer in time to what was asked at boottime ``put_ns``. Late is not wrong, until it is a hang."""
         if not self._answered:
             return  # this process never did: that is a slow start
-        if self.slot.silent_ns is None:
-            self.slot.silent_ns = since_ns
-        settings = self._means.settings
-        limit = settings.busy_hang_limit_s if self.slot.in_flight else settings.hang_limit_s
-        # A long answer that ended a moment ago was work, not a hang.
-        silent_ns = boottime_ns() - max(self.slot.silent_ns, self.slot.last_heard_ns)
-        if not self._hangs and silent_ns >= limit * 1e9:
+        stopped = self.engine is not None and self.engine.stopped
+        if self._silence.hangs(put_ns, stopped=stopped) and not self._hangs:
             self._hangs = True
             self._eject("hang", "hang")
 
@@ -332,11 +332,15 @@ class Life:
     async def _cure_wrong(self) -> None:
         """Wrong answers from resident weights: quarantine them, so that the engine's next start reads the disk.
 
-        Weights that came from the disk are left alone: another start would read the same.
+        Weights that came from the disk are left alone: another start would read the same. So are those that gave the
+        right answers until there were other golden ones: more likely it is these that are wrong.
         """
         remedies, chronicle = self._means.remedies, self._means.chronicle
         mapped = chronicle.mapped(self.slot.name)
         if not (self._means.settings.cure_wrong and mapped and remedies.can_quarantine) or self._restarting:
+            return
+        if self._reexamined:
+            log.warning("wrong by other golden answers than before: its weights are not blamed", extra=self._place)
             return
         context = chronicle.context(self.slot.name)
         if all([await remedies.quarantine(generation, "wrong_answer", context) for generation in mapped]):

@@ -33,6 +33,12 @@ class Engine(NamedTuple):
     def alive(self) -> bool:
         return Engine.of(self.pid) == self
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal holds it still."""
+        stat = Stat.read(self.pid)
+        return stat is not None and stat.start_ticks == self.start_ticks and stat.state == "T"
+
     @contextlib.contextmanager
     def watched(self, on_exit: Callable[[], None]) -> Iterator[None]:
         """Call back on the running event loop, once, as soon as the process begins to exit; at once if it has."""

@@ -31,10 +31,12 @@ HOP_BY_HOP: Final = frozenset(
     b" upgrade".split()
 )
 """Headers that concern one connection (RFC 9110, section 7.6.1)."""
-OURS: Final = frozenset((b"host", b"expect", b"accept-encoding", b"traceparent"))
+OURS: Final = frozenset((b"host", b"expect", b"accept-encoding", b"traceparent", b"tracestate"))
 """Request headers that the gate answers for: an event must not wait in a compressor until its block is full."""
 BREAKING: Final = frozenset(("hang", "wrong_answer", "foreign_listener"))
 """Why a slot was taken out of service, where what it still answers must not reach a client, or never comes."""
+FINAL: Final = range(200, 600)
+"""Statuses of an answer (RFC 9110, section 15). After any other, such as 101, a client would read on as it sees fit."""
 IMMEDIATE_FAIL: Final = (b"x-envoy-immediate-health-check-fail", b"true")
 """On what the gate refuses while it is not ready: Envoy then sends it nothing more until a health check succeeds."""
 KEPT_S: Final = 1.0
@@ -64,7 +66,7 @@ class Proxy:
             await pool.session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        trace = Trace.continued(header_of(scope["headers"], b"traceparent"))
+        trace = Trace.continued(scope["headers"])
         outcome = await self._answer(scope, receive, send, trace)
         self.gate.metrics.requests.labels(outcome).inc()
 
@@ -86,9 +88,11 @@ class Proxy:
                 pool.users += 1
                 try:
                     with self.gate.carrying(slot):
-                        return await _Exchange(self.gate, slot, pool.session, scope, upload, send, trace).run()
+                        return await _Exchange(self.gate, slot, pool, scope, upload, send, trace).run()
                 finally:
                     await pool.leave()
+            except _LeaseEnded:
+                continue
             except _NotTaken as error:
                 # Not a byte has left the client's request, or it may be repeated: another slot may have it.
                 tried.append(slot)
@@ -152,7 +156,7 @@ class _Exchange:
         self,
         gate: Gate,
         slot: Slot,
-        session: aiohttp.ClientSession,
+        pool: _Pool,
         scope: Scope,
         upload: Upload,
         send: Send,
@@ -161,7 +165,7 @@ class _Exchange:
         self._gate = gate
         self._settings = gate.settings
         self._slot = slot
-        self._session = session
+        self._pool = pool
         self._scope = scope
         self._upload = upload
         self._send = send
@@ -174,6 +178,8 @@ class _Exchange:
         self._ended: str | None = None
         """Why it was broken off: ``client_gone``, or for what its slot was taken out of service."""
         self._task: asyncio.Task[object] | None = None
+        self._put = False
+        """Whether the engine may have seen anything of it."""
         self._exits = False
         self._patience: asyncio.Timeout | None = None
         """While the engine has to do something."""
@@ -186,6 +192,7 @@ class _Exchange:
 
         Raises:
             _NotTaken: the engine took no connection, or gave no answer to what may be asked again.
+            _LeaseEnded: the engine was taken out of service before it was asked.
         """
         self._task = asyncio.current_task()
         watching = asyncio.create_task(self._watch_client())
@@ -241,6 +248,8 @@ class _Exchange:
             await self._fail(Problem(504, "engine-late", f"The engine has not begun its response within {limit}."))
             return "first_byte_late"
         except (aiohttp.ClientError, OSError) as error:
+            if not self._put:
+                raise _LeaseEnded from error
             gate.doubt(self._slot)
             detail = f"The engine broke off before it had answered ({type(error).__name__})."
             problem = Problem(502, "engine-died", f"{detail} The request may have been worked on.")
@@ -258,13 +267,22 @@ class _Exchange:
         scope = self._scope
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         headers = [(_text(name), _text(value)) for name, value in _end_to_end(scope["headers"]) if name not in OURS]
-        return await self._session.request(
+        data = await self._upload.body()
+        if self._slot.lease is not self._pool.lease:
+            raise _LeaseEnded
+        self._put = True
+        states = [("tracestate", _text(value)) for value in self._trace.states]
+        response = await self._pool.session.request(
             scope["method"],
             URL(self._slot.url.rstrip("/") + target.decode("ascii"), encoded=True),
-            headers=[*headers, ("traceparent", self._trace.header())],
-            data=await self._upload.body(),
+            headers=[*headers, ("traceparent", self._trace.header()), *states],
+            data=data,
             allow_redirects=False,
         )
+        if response.status not in FINAL:
+            response.close()
+            raise aiohttp.ClientPayloadError(f"status {response.status}")
+        return response
 
     async def _relay(self, response: aiohttp.ClientResponse) -> str:
         headers = [(name.lower(), value) for name, value in response.raw_headers]
@@ -276,10 +294,8 @@ class _Exchange:
             while not self._complete:
                 # Empty when the engine has sent everything.
                 chunk = content.read_nowait() or await self._within(self._settings.idle_limit_s, content.readany())
-                if generated:
-                    self._slot.heard(self._asked_ns)
-                    if not self._tail:
-                        self._gate.neglect.answered(self._slot.name)
+                if generated and not self._tail:
+                    self._gate.neglect.answered(self._slot.name)
                 self._complete = content.at_eof()
                 # Waits while the client reads more slowly than the engine writes; the engine then waits as well.
                 await self._send(_body(chunk, more=not self._complete))
@@ -296,6 +312,8 @@ class _Exchange:
             message = "The engine died in the middle of this response."
             await self._cut_off(headers, Problem(502, "engine-died", message))
             return "cut_off"
+        if generated:
+            self._slot.answered_ns = max(self._slot.answered_ns, self._asked_ns)
         return "answered"
 
     async def _within(self, limit_s: float, done: Awaitable[T]) -> T:
@@ -321,6 +339,8 @@ class _Exchange:
 
     async def _ejected(self, reason: str) -> str:
         """Nothing this engine says counts any more."""
+        if not self._put:
+            raise _LeaseEnded
         what = f"The engine was taken out of service ({reason.replace('_', ' ')})"
         if self._begun is not None:
             problem = Problem(502, "engine-ejected", f"{what} in the middle of this response.")
@@ -352,6 +372,10 @@ class _NotTaken(Exception):
         self.refused = refused
         self.problem = problem
         super().__init__(refused)
+
+
+class _LeaseEnded(Exception):
+    """The request has not been put to any engine: who is ready now may have it."""
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

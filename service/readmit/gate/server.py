@@ -52,6 +52,8 @@ def run(settings: GateSettings) -> int:
     config = uvicorn.Config(app, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, **_UVICORN)
     _load(config)
     listener = listen(settings, notifier)
+    # Who stops reading would keep an engine for ever: the kernel breaks off what its client takes nothing of.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(settings.idle_limit_s * 1e3), 2**31 - 1))
     if not settings.local and settings.token_file is None:
         log.warning("the status page is open to everybody who reaches %s; token_file closes it", settings.listen)
     server = GateServer(config, app.state.gate, notifier, listener)

@@ -71,12 +71,14 @@ class GateSettings:
             `busy_hang_limit_s` or more.
         readmit_after: an ejected slot is ready again after this many good verifications in a row.
         hang_limit_s: an idle engine that gives no answer for this long is taken out of service.
-        busy_hang_limit_s: the same for a busy one: late is not wrong.
+        busy_hang_limit_s: the same for a busy one: late is not wrong. It is busy while requests that came before a
+            golden question are under way, unless a signal holds it still.
         restart_hung: have the keeper restart a supervised engine that hangs.
         cure_wrong: have the weight cache quarantine resident weights that give wrong answers, and the keeper restart
             the engine, which then loads from disk.
         first_byte_limit_s: an engine must begin its response within this.
-        idle_limit_s: no two parts of a response may be further apart than this.
+        idle_limit_s: no two parts of a response may be further apart than this, nor may its client take nothing of it
+            for this long.
         drain_notice_s: after SIGTERM the gate serves on for this long while load balancers learn that it is not ready.
         drain_limit_s: then it refuses, and gives running requests this long to finish.
     """

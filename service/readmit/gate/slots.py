@@ -107,10 +107,10 @@ class Slot:
         self.lease: Lease | None = None
         self.in_flight = 0
         self.last_correct_ns: int | None = None
-        self.silent_ns: int | None = None
-        """Since when a golden question has gone unanswered."""
-        self.last_heard_ns = 0
-        """When its engine last sent something that it had generated to a user who had asked before that question."""
+        self.idle_ns = 0
+        """When the last request that was under way ended."""
+        self.answered_ns = 0
+        """When the latest of those users asked for whom its engine has generated an answer to its end."""
         self.wrong_while_ready = 0
         """Wrong verifications among the last ones since it became ready; above 0 it serves under suspicion."""
         self.carried: set[Callable[[str], None]] = set()
@@ -125,14 +125,6 @@ class Slot:
     def serves(self) -> bool:
         """Whether requests may go to it: it holds a lease, also while it drains."""
         return self.lease is not None
-
-    def heard(self, asked_ns: int) -> None:
-        """Its engine has sent a user something that it had generated.
-
-        Who asked before the golden question may be what keeps that waiting; who asked later and is answered is not.
-        """
-        if self.silent_ns is None or asked_ns < self.silent_ns:
-            self.last_heard_ns = boottime_ns()
 
     def enter(self, state: str, reason: str) -> None:
         """Go to a state other than ``ready``; staying where it is only updates the reason. Draining keeps the lease.

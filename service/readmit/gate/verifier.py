@@ -27,7 +27,7 @@ class Finding(NamedTuple):
         result: the worst of the verdicts, or why the engine could not be asked.
         asked_ns: boottime at which the first question was put.
         verdicts: one for each question that was put.
-        probe_set: the digest of the set, None where there is none.
+        probe_set: the digest of the set that this slot is to be asked, None where there is none.
         message: for people; empty when all is well.
         overridden: an override let pass what would not have been asked, or not been enough.
     """
@@ -38,6 +38,11 @@ class Finding(NamedTuple):
     probe_set: str | None = None
     message: str = ""
     overridden: bool = False
+
+    @property
+    def put_ns(self) -> int:
+        """Boottime at which the last question was put."""
+        return self.asked_ns + round(sum(verdict.seconds for verdict in self.verdicts[:-1]) * 1e9)
 
     @property
     def refused(self) -> bool:
@@ -88,19 +93,19 @@ class Verifier:
         """
         asked_ns = boottime_ns()
         probe_set = self.probes.of(weights)
+        digest = probe_set.digest if probe_set is not None else None
         stale = staleness(probe_set, weights) if probe_set is not None else None
         if stale is not None and not overridden:
-            return Finding("stale_probes", asked_ns, message=stale)
+            return Finding("stale_probes", asked_ns, probe_set=digest, message=stale)
         if probe_set is None and not (self._unverified_ok or overridden):
             return Finding("no_probes", asked_ns, message=self.probes.why_none())
         if (problem := await _stranger(url, engine)) is not None:
-            return Finding(problem, asked_ns, message=_EXPLAINED[problem])
+            return Finding(problem, asked_ns, probe_set=digest, message=_EXPLAINED[problem])
         asking()
         asked_ns = boottime_ns()
         verdicts = tuple(await self._ask(url, probe_set, limit_s, turn))
         if (problem := await _stranger(url, engine)) is not None:
-            return Finding(problem, asked_ns, verdicts, message=_EXPLAINED[problem])
-        digest = probe_set.digest if probe_set is not None else None
+            return Finding(problem, asked_ns, verdicts, digest, _EXPLAINED[problem])
         doubtful = stale is not None or (probe_set is None and not self._unverified_ok)
         for result in ("error", "late", "wrong"):
             for verdict in verdicts:
