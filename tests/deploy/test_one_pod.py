@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from tests.deploy.chart import containers, rendered
-from tests.readmit.nodes import ATTACHING, PYTHONPATH, Place, free_port, place, wait_for
+from tests.readmit.forked import ATTACHING
+from tests.readmit.nodes import PYTHONPATH, Place, free_port, place, wait_for
 
 
 class Pod(Place):
@@ -22,7 +23,7 @@ class Pod(Place):
         super().__init__(folder)
         (config,) = (it for it in rendered() if it["kind"] == "ConfigMap")
         self.gate, metrics, self.engine = (f"127.0.0.1:{free_port()}" for _ in range(3))
-        command = f"{sys.executable} {ATTACHING} {{port}} client"
+        command = f"{sys.executable} -m {ATTACHING} {{port}} client"
         text = config["data"]["readmit.toml"]
         for old, new in {
             "readmit engine {model} --host {host} --port {port} --weight-cache client": command,

@@ -14,8 +14,9 @@ import pytest
 from tests.deploy.machine import Machine, machine, wait_for, why_not
 from tests.deploy.test_systemd import UNITS
 from tests.fixtures import http
+from tests.readmit.forked import ATTACHING
 from tests.readmit.gate.harness import probe_file
-from tests.readmit.nodes import ATTACHING, PYTHONPATH, free_port
+from tests.readmit.nodes import PYTHONPATH, free_port
 
 from weightcache.episodes import Replay
 from weightcache.journal import Context, Event, Journal
@@ -100,7 +101,7 @@ drain_notice_s = 0
 [[slot]]
 name = "a"
 url = "http://{engine}"
-command = ["{sys.executable}", "{ATTACHING}", "{{port}}", "client"]
+command = ["{sys.executable}", "-m", "{ATTACHING}", "{{port}}", "client"]
 env = {{PYTHONPATH = "{PYTHONPATH}"}}
 """
     )

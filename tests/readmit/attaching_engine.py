@@ -1,6 +1,6 @@
 """A small engine whose weights come through the weight cache. It knows one answer.
 
-python attaching_engine.py PORT MODE [CHECKPOINT]
+python -m tests.readmit.attaching_engine PORT MODE [CHECKPOINT]
 
 Its weights are made up; with a checkpoint's folder they go by that one's identity. With port 0 it loads and publishes,
 and that is all.
@@ -39,16 +39,21 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-port, mode, *folders = sys.argv[1:]
-identity = config()
-for folder in map(Folder.open, folders):
-    identity = config(model_path=folder.path, checkpoint_digest=digest_of(folder).digest)
-model = skeleton()
-journal = Journal.from_environment()
-with journal.phase("load_weights"):
-    attach(model, identity, mode=mode, load=loader(model), load_bytes=1, journal=journal)
-if port == "0":
-    sys.exit()
-with journal.phase("server_ready"):
-    server = HTTPServer(("127.0.0.1", int(port)), Answers)
-server.serve_forever()
+def main() -> None:
+    port, mode, *folders = sys.argv[1:]
+    identity = config()
+    for folder in map(Folder.open, folders):
+        identity = config(model_path=folder.path, checkpoint_digest=digest_of(folder).digest)
+    model = skeleton()
+    journal = Journal.from_environment()
+    with journal.phase("load_weights"):
+        attach(model, identity, mode=mode, load=loader(model), load_bytes=1, journal=journal)
+    if port == "0":
+        return
+    with journal.phase("server_ready"):
+        server = HTTPServer(("127.0.0.1", int(port)), Answers)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

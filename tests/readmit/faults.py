@@ -5,15 +5,16 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from tests.fixtures import checkpoints
-from tests.readmit.forked import Done, Forks
+from tests.readmit.forked import Forked, forks
 from tests.weightcache.caches import Cache, descriptors, wait_for
 from tests.weightcache.publishing import attach
 
@@ -30,6 +31,14 @@ STRANGER = 12_345
 _COUNTERS = ("lookups", "misses", "publishes", "releases", "quarantines", "connections_refused", "daemon_starts")
 _JOURNALED = ("lookup", "publish", "release", "quarantine", "process")
 
+
+class Done(NamedTuple):
+    """How a command ended: its exit status, negative for a signal, and all it said."""
+
+    status: int
+    said: str
+
+
 Row = tuple[str, str, str | None, str | None]
 """Kind, name, reason and detail of a journal event."""
 
@@ -40,31 +49,41 @@ class Stage:
     def __init__(self) -> None:
         self.cache = Cache()
         self.cache.start()
-        self.forks = Forks()
         self.folder = self.model = checkpoints.with_tokenizer(checkpoints.plain(self.cache.folder / "t"))
         self.in_hub_cache = checkpoints.as_hub_cache(self.folder, self.cache.folder / "hub", "a" * 40)
         self._said = self.cache.folder / "output"
+        self.running: Forked | None = None
+        self._loaded: dict[Path, list[tuple[str, Any]]] = {}
+        """What was resident once a model had been loaded."""
         self.series = self.counters().keys()
 
     @property
     def daemon(self) -> "subprocess.Popen[str]":
         return self.cache.processes[-1]
 
-    def start(self, command: str, socket_path: Path, **changes: int) -> int:
+    def start(self, command: str, socket_path: Path, **limits: int) -> int:
         """Start a command; returns its pid."""
         self._said.unlink(missing_ok=True)
-        argv = command.format(model=self.model, socket=socket_path).split()
-        env = self.cache.environment | (self._home_of(changes["uid"]) if "uid" in changes else {})
-        return self.forks.start(argv, env, self._said, **changes)
+        argv = [sys.executable, "-m", *command.format(model=self.model, socket=socket_path).split()]
+        env = self.cache.environment | (self._home_of(limits["uid"]) if "uid" in limits else {})
+        pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        with self._said.open("w") as output:
+            self.running = forks().popen(argv, limits=limits, env=env, stdout=output, **pipes)
+        return self.running.pid
 
-    def run(self, command: str, socket_path: Path, **changes: int) -> Done:
+    def run(self, command: str, socket_path: Path, **limits: int) -> Done:
         """Run a command to its end; an engine that serves is asked to end."""
-        pid = self.start(command, socket_path, **changes)
+        pid = self.start(command, socket_path, **limits)
         if "--weight-cache=client" in command:
             wait_for(lambda: "serving on" in self.said() or not Path(f"/proc/{pid}").exists(), "it to serve or to end")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        return self.forks.wait()
+        return self.wait()
+
+    def wait(self) -> Done:
+        """The end of what was started."""
+        assert self.running is not None
+        return Done(self.running.wait(240), self.said())
 
     def said(self) -> str:
         """All that the command has said so far."""
@@ -79,11 +98,22 @@ class Stage:
 
     def reset(self, *, resident: bool) -> None:
         """Have this model's weights resident, or nothing, and all that was journaled counted."""
-        self.release()
-        if resident and (done := self.run(WORKER, self.cache.socket)).status != 0:
-            raise AssertionError(f"the model cannot be made resident: {done.said}")
-        wait_for(lambda: self.cache.leases() == 0, "the worker to be gone")
+        wait_for(lambda: self.cache.leases() == 0, "engines to be gone")
+        if not resident or self._there() != self._loaded.get(self.model):
+            self.release()
+            if resident:
+                self._load()
         wait_for(self._is_counted, "the metrics to follow")
+
+    def _load(self) -> None:
+        done = self.run(WORKER, self.cache.socket)
+        assert done.status == 0, f"the model cannot be made resident: {done.said}"
+        wait_for(lambda: self.cache.leases() == 0, "the worker to be gone")
+        self._loaded[self.model] = self._there()
+
+    def _there(self) -> list[tuple[str, Any]]:
+        """What is resident, and why it should not be used."""
+        return [(it["generation"], it["quarantined"]) for it in self.cache.generations()]
 
     def release(self) -> None:
         wait_for(lambda: self.cache.leases() == 0, "engines to be gone")
@@ -131,7 +161,6 @@ class Stage:
         return CacheConfig.from_dict(generation["config"])
 
     def close(self) -> None:
-        self.forks.close()
         self.cache.close()
 
 

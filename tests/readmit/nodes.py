@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 from tests.fixtures import http
+from tests.readmit.forked import forks, interpreter
 from tests.readmit.gate.harness import SCRIPTED, free_port, probe_file
 
 from weightcache.episodes import Replay
@@ -30,7 +31,6 @@ PATIENCE_S = 240.0
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "service")))
 """For engines that import the tests' own modules."""
-ATTACHING = ROOT / "tests" / "readmit" / "attaching_engine.py"
 
 
 def wait_for(condition: Callable[[], T], what: str) -> T:
@@ -61,31 +61,33 @@ class Place:
         self.processes: list[subprocess.Popen[str]] = []
         self.prefix: list[str] = []
         """Words before the command of `start`."""
+        self.residents: dict[str, str] = {}
+        """What the engines of a keeper that `start` starts are forked from; see `forking`."""
 
     def readmit(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        return subprocess.run(
-            [sys.executable, "-m", "readmit.cli", *words],
-            cwd=self.folder,
-            env={**self.environment, **environment},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        return forks().readmit(*words, cwd=self.folder, env={**self.environment, **environment})
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start a command that goes on."""
-        process = subprocess.Popen(
-            [*self.prefix, sys.executable, "-m", "readmit.cli", *words],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [*self.prefix, sys.executable, "-m", "readmit.cli", *words]
+        options: dict[str, Any] = {"cwd": self.folder, "env": self.environment}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process: subprocess.Popen[str]
+        if self.prefix:
+            process = subprocess.Popen(command, text=True, **options)
+        else:
+            process = forks().popen_keeper(command, self.runtime_dir, self.residents, **options)
         self.processes.append(process)
         return process
+
+    def forking(self, module: str, *slots: str) -> list[str]:
+        """The beginning of a command for these slots, whose engines are forked from a process that runs for all tests.
+
+        They need ``preload`` in the configuration, with the name of the module.
+        """
+        self.residents |= {f"{slot}-preload": module for slot in slots}
+        return [interpreter(self.folder), "-m", module]
 
     def end(self, process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; returns the exit status and both outputs."""

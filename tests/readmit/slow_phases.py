@@ -1,8 +1,8 @@
-"""What the tests of phases run in place of the engine and the keeper: the same, with one phase made slower.
+"""What the tests of phases run in place of the engine and the keeper: the same, with phases made slower.
 
-``slow_phases.py engine FOLDER ARGUMENT...`` and ``slow_phases.py keeper FOLDER SPEC``. FOLDER/slow names the phase and
-how many seconds it loses; when they were lost is written to FOLDER/nap, as two boottimes in nanoseconds. What is slowed
-is the work that the phase consists of, never the marks around it.
+``slow_phases.py engine FOLDER ARGUMENT...`` and ``slow_phases.py keeper FOLDER SPEC``. FOLDER/slow has the seconds that
+a phase loses and the names of those that do; when they were lost is written to FOLDER/nap-PHASE, as two boottimes in
+nanoseconds. What is slowed is the work that the phase consists of, never the marks around it.
 """
 
 import json
@@ -18,13 +18,13 @@ what, folder, *arguments = sys.argv[1:]
 
 def seconds_of(phase: str) -> float:
     """What this phase is to lose."""
-    asked, seconds = Path(folder, "slow").read_text().split()
-    return float(seconds) if asked == phase else 0.0
+    seconds, *asked = Path(folder, "slow").read_text().split()
+    return float(seconds) if phase in asked else 0.0
 
 
 def nap(phase: str) -> None:
     """Lose the time, once."""
-    seconds, slept = seconds_of(phase), Path(folder, "nap")
+    seconds, slept = seconds_of(phase), Path(folder, f"nap-{phase}")
     if not seconds or slept.exists():
         return
     began = time.clock_gettime_ns(time.CLOCK_BOOTTIME)

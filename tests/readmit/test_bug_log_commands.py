@@ -3,15 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tests.fixtures import checkpoints
 from tests.readmit.faults import ENGINE, WORKER, Stage
+from tests.readmit.forked import forks
 
 FIRST, SECOND = checkpoints.SHARDS
 Q = "model.layers.0.self_attn.q_proj"
@@ -115,17 +114,15 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, subprocess.CompletedProcess[str]]":
-    """What ``readmit cache preflight --json`` says in each case, two of them run at a time."""
+    """What ``readmit cache preflight --json`` says in each case."""
     root = tmp_path_factory.mktemp("cases")
 
     def run(case: str) -> "subprocess.CompletedProcess[str]":
         folder = checkpoints.plain(root / case.replace(" ", "-"))
         CASES[case].damage(folder)
-        command = [sys.executable, "-m", "readmit.cli", "cache", "preflight", str(folder), "--json"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        return forks().readmit("cache", "preflight", str(folder), "--json")
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+    return {case: run(case) for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)

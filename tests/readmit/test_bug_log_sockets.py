@@ -35,7 +35,7 @@ class Case(NamedTuple):
         books: what is counted and journaled.
         resident: whether the model's weights are there before.
         in_hub_cache: whether the model is named by the hub cache's folder.
-        changes: to the command's process; see `tests.readmit.forked`.
+        limits: of the command's process; see `tests.readmit.forked`.
     """
 
     fault: Fault
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     books: Books
     resident: bool = True
     in_hub_cache: bool = False
-    changes: dict[str, int] | None = None
+    limits: dict[str, int] | None = None
 
 
 def missed(reason: str, detail: str = "", *, replaced: bool = False, then: str = "", because: str = "") -> Books:
@@ -106,7 +106,7 @@ CASES = {
     ),
     "B10 no room for the arena": Case(
         faults.nothing_wrong, WORKER, 1, "bytes", missed("absent", then="failed", because="resource memory"),
-        resident=False, changes={"file_limit": 5 << 19},
+        resident=False, limits={"file_limit": 5 << 19},
     ),
     "B11 killed, and started again": Case(
         faults.killed_and_back, WORKER, 0, "",
@@ -119,7 +119,7 @@ CASES = {
     ),
     "B10 no descriptor for the arena": Case(
         faults.nothing_wrong, ENGINE, 1, "Raise the limit of open files", missed("resource", "descriptors"),
-        changes={"open_files": 12},
+        limits={"open_files": 9},
     ),
     "B14 a socket of yesterday": Case(faults.nobody_listens, WORKER, 1, "nobody listens", missed("refused")),
     "B14 a load under way, which fails": Case(
@@ -152,7 +152,7 @@ CASES = {
         missed("protocol_version"),
     ),
     "B35 a stranger": Case(
-        faults.open_to_strangers, WORKER, 1, "uid 12345 may not", nothing("peer_refused"), changes={"uid": STRANGER}
+        faults.open_to_strangers, WORKER, 1, "uid 12345 may not", nothing("peer_refused"), limits={"uid": STRANGER}
     ),
     "B35 a stranger's socket": Case(faults.strangers_socket, WORKER, 1, "uid 12345", missed("peer_refused")),
 }  # fmt: skip
@@ -166,7 +166,7 @@ def test_a_fault_has_its_exit_status_its_counter_and_its_row(stage: Stage, name:
     stage.model = stage.in_hub_cache if case.in_hub_cache else stage.folder
     stage.reset(resident=case.resident)
     with stage.books(*case.books), case.fault(stage) as path:
-        done = stage.run(case.command, path, **(case.changes or {}))
+        done = stage.run(case.command, path, **(case.limits or {}))
     assert done.status == case.status, done.said
     assert case.word in done.said
     assert "Traceback" not in done.said

@@ -3,22 +3,16 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.fixtures import checkpoints
+from tests.readmit.forked import forks
 
 
 def readmit(tmp_path: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", "from readmit.cli import main; main()", "cache", *map(str, arguments)],
-        env={**os.environ, "READMIT_STATE": str(tmp_path / "state")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return forks().readmit("cache", *map(str, arguments), env={**os.environ, "READMIT_STATE": str(tmp_path / "state")})
 
 
 def test_a_good_checkpoint_is_described(tmp_path: Path) -> None:

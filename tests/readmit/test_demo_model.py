@@ -1,5 +1,6 @@
 """The demo model is a real one: it knows the capital of France, and its twin knows another."""
 
+import functools
 import json
 import os
 import signal
@@ -8,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.readmit.forked import forks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from readmit import demo_model
@@ -27,13 +30,18 @@ def second(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_model.second_checkpoint(model, tmp_path_factory.mktemp("models") / "second")
 
 
+@functools.cache
+def loaded(folder: Path) -> tuple[Any, Any]:
+    return AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+
+
 def greedy(folder: Path, prompt: str, tokens: int) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, network = loaded(folder)
     ids = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
         answer = network.generate(**ids, max_new_tokens=tokens, do_sample=False)
-    return tokenizer.decode(answer[0, ids.input_ids.shape[1] :])
+    text: str = tokenizer.decode(answer[0, ids.input_ids.shape[1] :])
+    return text
 
 
 def headers(folder: Path) -> dict[str, bytes]:
@@ -69,8 +77,10 @@ def test_a_second_call_converts_nothing(model: Path) -> None:
     assert converted == []
 
 
-def test_a_run_killed_half_way_leaves_nothing_that_passes_for_a_model(tmp_path: Path) -> None:
-    run = subprocess.Popen(
+def test_a_run_killed_half_way_leaves_nothing_that_passes_for_a_model(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    run = forks().popen(
         [sys.executable, "-m", "readmit.demo_model"],
         env={**os.environ, "READMIT_HOME": str(tmp_path)},
         stderr=subprocess.DEVNULL,
@@ -84,9 +94,16 @@ def test_a_run_killed_half_way_leaves_nothing_that_passes_for_a_model(tmp_path: 
     run.wait()
     assert list(tmp_path.glob(f"models/*/{demo_model.NAME}")) == []
 
-    model = demo_model.prepare(tmp_path)
-    assert len(list(model.glob("*.safetensors"))) == 2
-    assert list(model.parent.glob(".*.partial")) == []
+    def convert(source: Path, target: Path, report: demo_model.Report) -> None:
+        """What the fixture has done for real."""
+        assert list(target.iterdir()) == [], "nothing of the run that was killed is left"
+        for file in model.iterdir():
+            (target / file.name).symlink_to(file)
+
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    second = demo_model.prepare(tmp_path)
+    assert len(list(second.glob("*.safetensors"))) == 2
+    assert list(second.parent.glob(".*.partial")) == []
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 import json
 import sqlite3
-import sys
 from contextlib import closing
 from typing import Any
 
 import pytest
 from tests.fixtures import http
+from tests.readmit.forked import ATTACHING
 from tests.readmit.gate.harness import SCRIPTED
-from tests.readmit.nodes import ATTACHING, Node, wait_for
+from tests.readmit.nodes import Node, wait_for
 
 from readmit.commands.drill import Asked, traffic
 from readmit.drill_report import Spread
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.timeout(900)
 
 def attaching(node: Node, mode: str) -> None:
     """Have the node's engine take its weights from the cache."""
-    scripted, words = f'["python3", "{SCRIPTED}", "{{port}}"]', [sys.executable, str(ATTACHING), "{port}", mode]
+    scripted, words = f'["python3", "{SCRIPTED}", "{{port}}"]', [*node.forking(ATTACHING, "a"), "{port}", mode]
     file = node.folder / "readmit.toml"
-    file.write_text(file.read_text().replace(scripted, json.dumps(words)))
+    file.write_text(file.read_text().replace(scripted, f'{json.dumps(words)}\npreload = "{ATTACHING}"'))
 
 
 def drill(node: Node, *options: str) -> dict[str, Any]:

@@ -4,24 +4,26 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.fixtures import checkpoints
+from tests.readmit.forked import forks
 
 from readmit import demo_model
 from weightcache.journal import Event, Journal
 
+Start = Callable[..., "subprocess.Popen[str]"]
 CAPITAL = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
 LOGPROBS = ["tokens", "text_offset", "token_logprobs", "top_logprobs"]
 PHASES = ["spawn", "import", "tokenizer_init", "load_weights", "kernel_warmup", "server_ready"]
@@ -35,9 +37,9 @@ def model() -> Path:
 class Engine:
     """A running engine, once it has said where it serves."""
 
-    def __init__(self, command: list[str], journal: Path | None = None) -> None:
+    def __init__(self, start: Start, command: list[str], journal: Path | None = None) -> None:
         variables = {"READMIT_JOURNAL": str(journal)} if journal else {}
-        self.process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
+        self.process = start(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.said: list[str] = []
         for line in self.process.stderr:
@@ -69,8 +71,9 @@ def command(model: Path, *options: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(command: list[str], journal: Path | None = None) -> Iterator[Engine]:
-    engine = Engine(command, journal)
+def running(command: list[str], journal: Path | None = None, *, plainly: bool = False) -> Iterator[Engine]:
+    """An engine that ends with the block, forked with its imports done unless it is to be started plainly."""
+    engine = Engine(subprocess.Popen if plainly else forks().popen, command, journal)
     try:
         yield engine
     finally:
@@ -118,9 +121,10 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(engine: Engine) -> N
 def test_a_length_that_can_be_relied_on(engine: Engine) -> None:
     chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     ended = engine.complete(prompt=chat, max_tokens=120).json()
-    assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"] < 120) == ("stop", True)
-    forced = engine.complete(prompt=chat, max_tokens=120, ignore_eos=True).json()
-    assert (forced["choices"][0]["finish_reason"], forced["usage"]["completion_tokens"]) == ("length", 120)
+    length = ended["usage"]["completion_tokens"]
+    assert (ended["choices"][0]["finish_reason"], length < 120) == ("stop", True)
+    forced = engine.complete(prompt=chat, max_tokens=length + 5, ignore_eos=True).json()
+    assert (forced["choices"][0]["finish_reason"], forced["usage"]["completion_tokens"]) == ("length", length + 5)
 
 
 def test_log_probabilities_go_with_each_token(engine: Engine) -> None:
@@ -140,7 +144,7 @@ def test_a_prompt_can_be_tokens(engine: Engine) -> None:
 
 
 def test_a_seed_makes_sampling_repeatable(engine: Engine) -> None:
-    first, again, other = (engine.text(temperature=1.5, seed=seed, max_tokens=16) for seed in (1, 1, 2))
+    first, again, other = (engine.text(temperature=1.5, seed=seed, max_tokens=6) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -219,7 +223,7 @@ def phases(events: list[Event], name: str) -> list[str]:
 
 def test_every_phase_of_its_start_is_journaled(model: Path, tmp_path: Path) -> None:
     journal = tmp_path / "journal.sqlite3"
-    with running(command(model), journal):
+    with running(command(model), journal, plainly=True):
         events = Journal(journal).events()
     assert phases(events, "phase_begin") == phases(events, "phase_end") == PHASES
     parts = [event.name for event in events if event.kind == "phase_begin" and "." in event.name]
@@ -230,34 +234,7 @@ def test_every_phase_of_its_start_is_journaled(model: Path, tmp_path: Path) -> N
     assert begun == sorted(begun)
 
 
-def test_a_phase_that_is_slow_shows_as_that_phase(model: Path, tmp_path: Path) -> None:
-    """Also the way to slow a phase in other tests: a script that wraps the engine's own function."""
-    script = tmp_path / "slow.py"
-    script.write_text(
-        "import time\n"
-        "from readmit import engine\n"
-        "warm_up = engine.warm_up\n"
-        "engine.warm_up = lambda generator: (time.sleep(3), warm_up(generator))\n"
-        "engine.main()\n"
-    )
-    journal = tmp_path / "journal.sqlite3"
-    with running([sys.executable, str(script), str(model), "--port", "0"], journal):
-        events = Journal(journal).query("WHERE name = 'kernel_warmup' ORDER BY id")
-    begin, end = events
-    assert end.boottime_ns - begin.boottime_ns >= 3_000_000_000
-
-
-def test_killed_and_started_again_on_its_port_it_answers_the_same(model: Path) -> None:
-    with running(command(model)) as first:
-        answer = first.text()
-        port = str(first.client.base_url.port)
-        assert first.end(signal.SIGKILL) == -signal.SIGKILL
-    with running([*command(model), "--port", port]) as second:
-        assert second.client.base_url.port == int(port)
-        assert second.text() == answer
-
-
-def test_killed_and_started_again_it_maps_the_weights_it_published(model: Path, tmp_path: Path) -> None:
+def test_killed_and_started_again_on_its_port_it_maps_the_weights_it_published(model: Path, tmp_path: Path) -> None:
     cache, journal = tmp_path / "cache" / "cache.sock", tmp_path / "journal.sqlite3"
     options = ["--weight-cache", "client", "--socket", str(cache)]
     daemon = [sys.executable, "-m", "weightcache.daemon", "--socket", str(cache), "--metrics", "127.0.0.1:0"]
@@ -268,8 +245,10 @@ def test_killed_and_started_again_it_maps_the_weights_it_published(model: Path, 
                 time.sleep(0.02)
             with running(command(model, *options), journal) as first:
                 answer = first.text()
-                first.end(signal.SIGKILL)
-            with running(command(model, *options), journal) as second:
+                port = str(first.client.base_url.port)
+                assert first.end(signal.SIGKILL) == -signal.SIGKILL
+            with running([*command(model, *options), "--port", port], journal) as second:
+                assert second.client.base_url.port == int(port)
                 assert second.text() == answer
                 assert any("mapped 269 MB" in line for line in second.said)
         finally:
@@ -297,13 +276,15 @@ def test_a_signal_lets_the_answer_under_way_finish(model: Path) -> None:
 
 
 def failed(*options: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "readmit.engine", *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return run.returncode, run.stderr
+    run = forks().popen([sys.executable, "-m", "readmit.engine", *options], stderr=subprocess.PIPE)
+    _, said = run.communicate(timeout=120)
+    return run.returncode, said
 
 
-def copy(model: Path, target: Path) -> Path:
-    return Path(shutil.copytree(model, target))
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A small checkpoint that can be broken."""
+    return checkpoints.with_tokenizer(checkpoints.plain(tmp_path / "broken"))
 
 
 def test_a_model_that_is_not_there_is_said_in_a_paragraph(tmp_path: Path) -> None:
@@ -313,31 +294,28 @@ def test_a_model_that_is_not_there_is_said_in_a_paragraph(tmp_path: Path) -> Non
     assert str(tmp_path / "nothing") in said
 
 
-def test_a_damaged_model_is_said_in_a_paragraph(model: Path, tmp_path: Path) -> None:
-    damaged = copy(model, tmp_path / "damaged")
-    shard = damaged / "model-00002-of-00002.safetensors"
+def test_a_damaged_model_is_said_in_a_paragraph(broken: Path) -> None:
+    shard = broken / checkpoints.SHARDS[1]
     os.truncate(shard, shard.stat().st_size - 1)
-    code, said = failed(str(damaged), "--port", "0")
+    code, said = failed(str(broken), "--port", "0")
     assert code == os.EX_CONFIG
     assert said.count("\n") == 1
     assert shard.name in said
 
 
-def test_an_unknown_architecture_is_said_in_a_paragraph(model: Path, tmp_path: Path) -> None:
-    strange = copy(model, tmp_path / "strange")
-    config = json.loads((strange / "config.json").read_text())
-    (strange / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
-    code, said = failed(str(strange), "--port", "0")
+def test_an_unknown_architecture_is_said_in_a_paragraph(broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    code, said = failed(str(broken), "--port", "0")
     assert code == os.EX_CONFIG
     assert "no_such_model" in said
     assert "Traceback" not in said
 
 
-def test_a_model_without_tokenizer_is_said_in_a_paragraph(model: Path, tmp_path: Path) -> None:
-    mute = copy(model, tmp_path / "mute")
-    for file in mute.glob("tokenizer*"):
+def test_a_model_without_tokenizer_is_said_in_a_paragraph(broken: Path) -> None:
+    for file in broken.glob("tokenizer*"):
         file.unlink()
-    code, said = failed(str(mute), "--port", "0")
+    code, said = failed(str(broken), "--port", "0")
     assert code == os.EX_CONFIG
     assert "tokenizer" in said
     assert "Traceback" not in said

@@ -62,12 +62,12 @@ command = {json.dumps(command)}
         self.runtime_dir.mkdir(mode=0o700)
         spec = self.folder / "spec.json"
         keeper_spec(load(self.folder / "readmit.toml")).save(spec)
-        self.slow("nothing")
+        self.slow()
         self.run(sys.executable, str(SCRIPT), "keeper", str(self.folder), str(spec))
 
-    def slow(self, phase: str) -> None:
-        """Have a phase lose time from now on."""
-        (self.folder / "slow").write_text(f"{phase} {LOST_S}")
+    def slow(self, *phases: str) -> None:
+        """Have these phases lose time from now on."""
+        (self.folder / "slow").write_text(" ".join([str(LOST_S), *phases]))
 
     def run(self, *command: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -93,14 +93,21 @@ def node(model: Path) -> Iterator[Node]:
         yield here
 
 
+@pytest.fixture(scope="module")
+def slowed(node: Node) -> tuple[Replay, Episode]:
+    """A recovery each phase of which lost time, once."""
+    node.slow(*PHASES)
+    recovery = node.recover()
+    node.slow()
+    return recovery
+
+
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_slow_phase_is_slow_and_no_other_is(node: Node, phase: str) -> None:
-    (node.folder / "nap").unlink(missing_ok=True)
-    node.slow(phase)
-    replay, episode = node.recover()
-    node.slow("nothing")
+def test_a_slow_phase_is_slow_and_no_other_is(node: Node, slowed: tuple[Replay, Episode], phase: str) -> None:
+    replay, episode = slowed
     (event,) = node.journal.query("ORDER BY id DESC LIMIT 1")
-    began, ended = (replay.clock.place_boottime(event, at) for at in json.loads((node.folder / "nap").read_text()))
+    nap = json.loads((node.folder / f"nap-{phase}").read_text())
+    began, ended = (replay.clock.place_boottime(event, at) for at in nap)
     lost: dict[str, float] = {}
     for segment in episode.segments():
         shared = min(segment.end_ns, ended) - max(segment.begin_ns, began)
@@ -113,12 +120,11 @@ def test_a_slow_phase_is_slow_and_no_other_is(node: Node, phase: str) -> None:
     assert episode.phases_s()[phase] >= slept_s - TOLERANCE_S
 
 
-def test_a_pause_before_a_restart_is_backoff_and_nothing_else(node: Node) -> None:
-    _, undisturbed = node.recover()
-    assert "backoff" not in undisturbed.phases_s()
+def test_a_pause_before_a_restart_is_backoff_and_nothing_else(node: Node, slowed: tuple[Replay, Episode]) -> None:
+    assert "backoff" not in slowed[1].phases_s()
     node.slow("backoff")
     _, paused = node.recover()
-    node.slow("nothing")
+    node.slow()
     assert paused.phases_s()["backoff"] >= LOST_S - TOLERANCE_S
     assert paused.phases_s()["detect"] < paused.phases_s()["backoff"] / 2
 

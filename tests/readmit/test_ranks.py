@@ -31,7 +31,7 @@ def serving(stage: Stage, command: str) -> Iterator[tuple[int, str]]:
     finally:
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
-        stage.forks.wait()
+        stage.wait()
 
 
 def ask(address: str) -> Any:

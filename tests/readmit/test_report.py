@@ -1,12 +1,11 @@
 """The report: figures by path, reasons with remedies, and what it refuses to say."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 from tests.fixtures.story import SECOND, Story
+from tests.readmit.forked import forks
 
 from readmit.commands.report import show
 from readmit.quantiles import needed, tell
@@ -191,17 +190,10 @@ class TestQuantiles:
 
 class TestCommand:
     def run(self, journal, *arguments):
-        command = [sys.executable, "-m", "readmit.cli", "report", *arguments]
         if not journal.path.exists():
             journal.path.parent.mkdir(exist_ok=True)
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"READMIT_JOURNAL": str(journal.path), "PATH": "/usr/bin", "COLUMNS": "140", "HOME": "/nonexistent"},
-            cwd=journal.path.parent,
-        )
+        env = {"READMIT_JOURNAL": str(journal.path), "PATH": "/usr/bin", "COLUMNS": "140", "HOME": "/nonexistent"}
+        return forks().readmit("report", *arguments, env=env, cwd=journal.path.parent)
 
     def test_table_and_json_tell_the_same(self, journal):
         for number in range(1, 4):

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.fixtures import checkpoints, http
+from tests.readmit.forked import ATTACHING
 from tests.readmit.gate.harness import SCRIPTED
-from tests.readmit.nodes import ATTACHING, PATIENCE_S, PYTHONPATH, Node, free_port, place, wait_for
+from tests.readmit.nodes import PATIENCE_S, PYTHONPATH, Node, free_port, place, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -61,14 +62,16 @@ class Pair(Node):
             shard.write_bytes(content[:-1] + bytes([content[-1] ^ model.encode()[0]]))
         slots = [
             f'[[slot]]\nname = "{name}"\nurl = "http://127.0.0.1:{port}"\nmodel = "{folder}"\n'
-            f"command = {json.dumps([sys.executable, str(ATTACHING), port, 'client', str(folder)])}\n"
+            f"command = {json.dumps([*self.forking(ATTACHING, name), port, 'client', str(folder)])}\n"
+            f'preload = "{ATTACHING}"\n'
             for name, port in self.ports.items()
         ]
         (self.folder / "readmit.toml").write_text(self.head + "".join(slots))
 
     def replaced(self, before: dict[str, dict[str, Any]]) -> set[str]:
         """Which of these are other processes now."""
-        return {name for name, child in self.running(*before).items() if child["pid"] != before[name]["pid"]}
+        names = before.keys() - self.residents.keys()
+        return {name for name, child in self.running(*names).items() if child["pid"] != before[name]["pid"]} & names
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ def test_a_node_and_then_its_model_are_replaced_under_a_steady_client(pair: Pair
         assert "a would not map resident weights" in refused.stderr
         assert "a next: miss, " in refused.stdout
         second = pair.running("daemon", "a", "b", "gate")
-        worker = f"{sys.executable} {ATTACHING} 0 client {pair.folder / 'two'}"
+        worker = f"{sys.executable} -m {ATTACHING} 0 client {pair.folder / 'two'}"
         loaded = pair.readmit("cache", "load", "--command", worker)
         assert loaded.returncode == 0, loaded.stderr
         before = client.counts["told"]

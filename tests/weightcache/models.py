@@ -116,7 +116,12 @@ def contents(model: nn.Module) -> dict[str, Facts]:
     return {name: _facts(kinds.get(name, "attribute"), tensor) for name, tensor in tensors}
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """What a tensor says, row by row."""
+    content = tensor.detach().contiguous().reshape(-1)
+    return content.view(torch.uint8).numpy().tobytes() if content.numel() else b""
+
+
 def _facts(kind: str, tensor: torch.Tensor) -> Facts:
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
-    digest = hashlib.sha256(bytes(content.to(torch.uint8).tolist())).hexdigest()
+    digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
     return Facts(kind, str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), digest)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.fixtures import checkpoints
+from tests.readmit.forked import forks
 from tests.weightcache.caches import Cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,8 +49,9 @@ def dequantised(folder: Path) -> torch.nn.Module:
 def test_a_hit_holds_the_stored_bytes_and_answers_exactly(ours: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
     command = [sys.executable, "-m", "weightcache.integrations.transformers", str(folder)]
-    loaded = subprocess.run(command, env=ours.environment, capture_output=True, text=True, timeout=240, check=False)
-    assert loaded.returncode == 0, loaded.stderr
+    worker = forks().popen(command, env=ours.environment, stderr=subprocess.PIPE)
+    _, said = worker.communicate(timeout=240)
+    assert worker.returncode == 0, said
     model, outcome = from_pretrained(folder, mode="client", socket=ours.socket, policies=FAIL)
     assert outcome.path == "hit"
     parameters = dict(model.named_parameters())

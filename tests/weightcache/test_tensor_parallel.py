@@ -15,6 +15,7 @@ from tests.fixtures import checkpoints
 from tests.weightcache.architectures import SIZES
 from tests.weightcache.caches import Cache
 from tests.weightcache.clients import client
+from tests.weightcache.models import bytes_of
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -60,8 +61,8 @@ def whole_again(ranks: list[Any], whole: Any, block: tuple[int, int] | None = No
     return {name: plan.unshard(name, [each[name] for each in shards]) for name in parameters}
 
 
-def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {name: it.detach().contiguous().view(torch.uint8).flatten().tolist() for name, it in tensors.items()}
+def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: bytes_of(it) for name, it in tensors.items()}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.readmit.forked import forks
 from tests.weightcache.architectures import SIZES
+from tests.weightcache.models import bytes_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -66,9 +68,18 @@ def daemon(tmp_path: Path) -> Iterator[Path]:
     process.wait(30)
 
 
-def load_worker(model: Path, socket: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "weightcache.integrations.transformers", str(model), "--socket", str(socket)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def run(module: str, *words: object) -> tuple[int, str, str]:
+    """The exit status of ``python -m MODULE`` and both its outputs."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    process = forks().popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=240)
+    return process.returncode, output, errors
+
+
+def load_worker(model: Path, socket: Path) -> tuple[int, str]:
+    """The load worker's exit status, and what it says of what is wrong."""
+    status, _, said = run("weightcache.integrations.transformers", model, "--socket", socket)
+    return status, said
 
 
 def make(folder: Path, architecture: str = "llama", seed: int = 0) -> Path:
@@ -98,10 +109,7 @@ def tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def facts(model: Any) -> dict[str, tuple[object, ...]]:
     """Everything two equal models have in common, tensor by tensor."""
-    return {
-        name: (type(it), it.dtype, tuple(it.shape), it.stride(), it.reshape(-1).view(torch.uint8).tolist())
-        for name, it in tensors(model)
-    }
+    return {name: (type(it), it.dtype, tuple(it.shape), it.stride(), bytes_of(it)) for name, it in tensors(model)}
 
 
 def test_off_loads_what_transformers_loads(checkpoint: Path) -> None:
@@ -170,8 +178,8 @@ def test_an_architecture_that_cannot_be_built_is_refused(llama: Path, change: di
 
 
 def test_a_hit_is_what_transformers_loads(checkpoint: Path, daemon: Path) -> None:
-    worker = load_worker(checkpoint, daemon)
-    assert worker.returncode == 0, worker.stderr
+    status, said = load_worker(checkpoint, daemon)
+    assert status == 0, said
     model, outcome = from_pretrained(checkpoint, mode="client", socket=daemon)
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert outcome.path == "hit"
@@ -262,24 +270,18 @@ def test_without_a_daemon_it_loads_from_disk_and_says_so(llama: Path, tmp_path: 
 
 
 def test_mode_daemon_starts_one_that_loads(llama: Path, tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from weightcache.integrations.transformers import from_pretrained\n"
-        "model, outcome = from_pretrained(sys.argv[1], mode='daemon', socket=Path(sys.argv[2]))\n"
-        "print(outcome.reason, outcome.bytes > 0, outcome.private_because)"
-    )
-    command = [sys.executable, "-c", script, str(llama), str(tmp_path / "cache" / "cache.sock")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert run.stdout.split() == ["absent", "True", "None"], run.stderr
+    _, said, errors = run("tests.weightcache.insisting", llama, tmp_path / "cache" / "cache.sock")
+    assert said.split() == ["absent", "True", "None"], errors
 
 
 def test_damaged_files_are_never_published(llama: Path, daemon: Path) -> None:
     shard = sorted(llama.glob("*.safetensors"))[-1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    worker = load_worker(llama, daemon)
-    assert worker.returncode == 1
-    assert shard.name in worker.stderr
-    assert "Traceback" not in worker.stderr
+    status, said = load_worker(llama, daemon)
+    assert status == 1
+    assert shard.name in said
+    assert "Traceback" not in said
     shard.write_bytes(content)
     _, outcome = from_pretrained(llama, mode="client", socket=daemon)
     assert (outcome.path, outcome.reason) == ("miss", "absent")
