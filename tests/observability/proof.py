@@ -79,10 +79,7 @@ class Proof:
 
     def ask(self, mistake: str | None = None) -> Verdict:
         """Put everything into a Prometheus of its own and ask it all; with a mistake in the collector, if any."""
-        folder = self.folder / (mistake or "right")
-        data = folder / "data"
-        for past in self.pasts:
-            history.make_blocks(self._text(past, mistake, folder), data)
+        folder = self._fill(mistake)
         rates, *others = recording_rules()
         with prometheus(folder, CONFIG, LOOKBACK) as server:
             self._record(server, folder, [rates], self.began_s, history.END_S)
@@ -98,6 +95,22 @@ class Proof:
             self._variables(server, verdict)
             self._one_node(server, verdict)
         return verdict
+
+    def ask_briefly(self, mistake: str) -> Verdict:
+        """With a mistake in the collector, ask only about the end, and only what is not recorded by rules."""
+        verdict = Verdict()
+        with prometheus(self._fill(mistake), CONFIG, LOOKBACK) as server:
+            for question in questions():
+                if not any(":" in metric for metric in expressions.names(question.expr)):
+                    self._ask(server, question._replace(always=False), verdict)
+        return verdict
+
+    def _fill(self, mistake: str | None) -> Path:
+        """Put everything where a Prometheus will find it, and say where."""
+        folder = self.folder / (mistake or "right")
+        for past in self.pasts:
+            history.make_blocks(self._text(past, mistake, folder), folder / "data")
+        return folder
 
     def _ask(self, server: Prometheus, question: Question, verdict: Verdict) -> None:
         for begin, end in self.periods if question.always else self.periods[:1]:
@@ -163,11 +176,17 @@ class Proof:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def summary(proof: Proof, run: Live, verdict: Verdict) -> dict[str, int]:
-    """What was proven, counted from what there is."""
+def summary(proof: Proof, run: Live, verdict: Verdict, tested: dict[str, dict[str, int]]) -> dict[str, int]:
+    """What was proven, counted from what there is.
+
+    Args:
+        proof: the history.
+        run: the node that runs now.
+        verdict: what came of the questions to both.
+        tested: what `test_rules.counted` says, where those tests pass.
+    """
     boards = expressions.DASHBOARDS.values()
     panels = {str(query) for query in expressions.queries()}
-    tested = test_rules.counted() if all(map(test_rules.passes, test_rules.TESTS)) else {}
     there = {**expressions.daemon_families(), **expressions.gate_families()}
     moved = movement.moved().union(movement.CONSTANT, run.moved(), *(past.moved for past in proof.pasts))
     return {
@@ -203,7 +222,8 @@ def main() -> int:
         print(f"{verdict.compared} comparisons with {options.days} days of history", file=sys.stderr)
         with live(folder / "live") as run:
             run.verify(verdict)
-            told = summary(proof, run, verdict)
+            tested = test_rules.counted() if all(map(test_rules.passes, test_rules.TESTS)) else {}
+            told = summary(proof, run, verdict, tested)
     for panel in {str(query) for query in expressions.queries()} - verdict.answered:
         print(f"EMPTY {panel}", file=sys.stderr)
     for question, text in verdict.wrong.items():
