@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The engines' tests, then kills on every path; arguments go to `tests.engines.recoveries`.
+# The engines' tests, and kills on every path; arguments go to `tests.engines.recoveries`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,24 +9,25 @@ offline=tests/engines/test_vllm_offline.py
 pytest=("$python" -m pytest -p no:cacheprovider)
 said=$(mktemp -d)
 
-# SGLang, which cannot be imported beside vLLM, and what waits for processes of vLLM run on the second core.
+# The tests, on one core. SGLang cannot be imported beside vLLM; what only starts vLLM does not do so from a process with
+# one in it.
 set -m  # a group of its own, which can be ended as one
 {
   failed=0
   PYTHONPATH=$(dirname "$python")/../../sglang "${pytest[@]}" tests/engines || failed=$?
+  "${pytest[@]}" tests/engines --ignore "$offline" || failed=$?
   "${pytest[@]}" "$offline" || failed=$?
   exit "$failed"
-} >"$said/beside" 2>&1 &
-beside=$!
+} >"$said/tests" 2>&1 &
+tests=$!
 set +m
-trap 'kill -- "-$beside" 2>/dev/null || true; rm -rf "$said"' EXIT
+trap 'kill -- "-$tests" 2>/dev/null || true; rm -rf "$said"' EXIT
 
+# On the other core the kills of which no time is compared with another.
 failed=0
-"${pytest[@]}" tests/engines --ignore "$offline" || failed=$?
-# Of these no time is compared with another, so they need not be alone.
 "$python" -m tests.engines.recoveries "$@" --parts tp2,observed | tee "$said/recoveries" || failed=$?
-wait "$beside" || failed=$?
-cat "$said/beside"
+wait "$tests" || failed=$?
+cat "$said/tests"
 (( failed == 0 )) || exit "$failed"
 # Alone: these are measured.
 "$python" -m tests.engines.recoveries "$@" --parts off,shared --with "$said/recoveries"

@@ -174,8 +174,9 @@ class Node:
             segments = {entry.name for entry in entries if entry.inode() in inodes}
         os.kill(pids[part][-1], signal.SIGKILL)
         wait_for(lambda: len(self.closed(slot)) > before, f"recovery from the death of {part}")
-        left = [pid for pid, ticks in old.items() if (stat := Stat.read(pid)) and stat.start_ticks == ticks]
-        return self.closed(slot)[before], len(left), sum((Path("/dev/shm") / name).exists() for name in segments)
+        left = [stat for pid, ticks in old.items() if (stat := Stat.read(pid)) and stat.start_ticks == ticks]
+        lives = sum(stat.state not in "ZX" for stat in left)  # what is dead the keeper buries every five seconds
+        return self.closed(slot)[before], lives, sum((Path("/dev/shm") / name).exists() for name in segments)
 
     def release(self, generation: str | None = None) -> None:
         """Have the daemon forget a generation, or all, also ones that are in use."""
