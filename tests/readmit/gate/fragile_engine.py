@@ -18,5 +18,6 @@ def from_pretrained(*arguments: Any, **options: Any) -> Any:
     return model, outcome
 
 
-transformers.from_pretrained = from_pretrained
-engine.main()
+if __name__ == "__main__":
+    transformers.from_pretrained = from_pretrained
+    engine.main()

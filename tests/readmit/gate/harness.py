@@ -15,22 +15,27 @@ from typing import Any, TypeVar
 
 import httpx
 from tests.fixtures import http
+from tests.readmit.forked import forks
 
+from readmit.gate import huge_pages
 from readmit.gate.process import Engine
 from readmit.probes import Expectation, Probe, ProbeSet
 from weightcache.journal import Context, Event, Journal, boottime_ns, new_episode_id
 
 T = TypeVar("T")
+Start = Callable[..., "subprocess.Popen[str]"]
 PATIENCE_S = 90.0
 SCRIPTED = Path(__file__).with_name("scripted_engine.py")
+SCRIPTED_MODULE = "tests.readmit.gate.scripted_engine"
 
 
 def until(condition: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
     """Wait until a condition gives something true, and return that."""
-    deadline = time.monotonic() + patience_s
+    deadline, pause_s = time.monotonic() + patience_s, 0.01
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}"
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.2, 0.1)  # what is waited for needs the processor more than who asks
     return found
 
 
@@ -48,13 +53,22 @@ def probe_file(path: Path, text: str = " Paris", *, model: str = "scripted", max
     return path
 
 
-class Child:
-    """A process whose output is kept, killed at the end of its test."""
+def plainly(*words: Any, **options: Any) -> "subprocess.Popen[str]":
+    """Start a process without sparing it its imports."""
+    return subprocess.Popen(*words, text=True, **options)
 
-    def __init__(self, argv: list[str], env: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            argv, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+
+class Child:
+    """A process whose output is kept, killed at the end of its test.
+
+    Args:
+        argv: its command.
+        env: variables besides our own.
+        start: how it is started.
+    """
+
+    def __init__(self, argv: list[str], env: Mapping[str, str] | None = None, start: Start = plainly) -> None:
+        self.process = start(argv, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.lines: list[str] = []
         assert self.process.stdout is not None
         threading.Thread(target=self.lines.extend, args=[self.process.stdout], daemon=True).start()
@@ -81,11 +95,24 @@ class Child:
         return self.process.wait(PATIENCE_S)
 
 
+def forked_gate(argv: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[str]":
+    """Start ``python -m readmit.gate``, forked with its imports done. It is told that it has huge pages already."""
+    return forks().popen(argv, env={**env, **huge_pages.ENVIRONMENT}, **options)
+
+
+def run_gate(*options: str) -> tuple[int, str]:
+    """Run a gate that does not start: its exit status, and all that it said."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = forked_gate([sys.executable, "-m", "readmit.gate", *options], os.environ, **streams)
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, said
+
+
 class Gate(Child):
     """``python -m readmit.gate`` on a free port."""
 
-    def __init__(self, *options: str, env: Mapping[str, str] | None = None) -> None:
-        super().__init__([sys.executable, "-m", "readmit.gate", "--listen", "127.0.0.1:0", *options], env)
+    def __init__(self, *options: str, env: Mapping[str, str] | None = None, start: Start = forked_gate) -> None:
+        super().__init__([sys.executable, "-m", "readmit.gate", "--listen", "127.0.0.1:0", *options], env, start)
         self.url = f"http://{self.says(r'listening on (127.0.0.1:[0-9]+)')[1]}"
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=False)
 
@@ -124,7 +151,7 @@ class ScriptedEngine(Child):
     def __init__(self, port: int | None = None) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        super().__init__([sys.executable, str(SCRIPTED), str(self.port)])
+        super().__init__([sys.executable, "-m", SCRIPTED_MODULE, str(self.port)], start=forks().popen)
         self.says("scripted engine listens")
 
     def tell(self, **orders: Any) -> dict[str, Any]:
@@ -187,12 +214,13 @@ def sse(text: str) -> list[Any]:
 
 
 class ReferenceEngine(Child):
-    """``python -m readmit.engine`` on a real model, serving."""
+    """``python -m readmit.engine`` on a real model, forked from a process that has done its imports."""
 
     def __init__(self, model: Path, port: int | None = None) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        super().__init__([sys.executable, "-m", "readmit.engine", str(model), "--port", str(self.port)])
+        argv = [sys.executable, "-m", "readmit.engine", str(model), "--port", str(self.port)]
+        super().__init__(argv, start=forks().popen)
 
     def until_serving(self) -> "ReferenceEngine":
         self.says(r"serving on")

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from tests.fixtures import http
-from tests.readmit.gate.harness import Child, History, free_port, until
+from tests.readmit.forked import forks
+from tests.readmit.gate.harness import Child, History, Start, free_port, plainly, until
 
+from readmit.gate import huge_pages
 from weightcache.episodes import Episode, Replay
 from weightcache.keeper.control import ask
 
@@ -20,7 +23,17 @@ ASK = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
 
 
 class Node(Child):
-    """A keeper with a gate and engines, and a weight cache where they are to use one."""
+    """A keeper with a gate and engines, and a weight cache where they are to use one.
+
+    Args:
+        model: what the engines load.
+        golden: the gate's probe file.
+        folder: for all of it.
+        options: of the gate.
+        cached: whether weights outlive their engine.
+        slots: their names.
+        engine: the module that is the engine; it is forked from a process that has done the imports. Or a script.
+    """
 
     def __init__(
         self,
@@ -30,7 +43,7 @@ class Node(Child):
         *options: str,
         cached: bool = False,
         slots: Sequence[str] = ("a",),
-        engine: Path | None = None,
+        engine: str | Path = "readmit.engine",
     ) -> None:
         self.model = model
         self.runtime_dir = folder / "run"
@@ -41,9 +54,10 @@ class Node(Child):
             *(sys.executable, "-m", "readmit.gate", "--listen", self.gate_url.removeprefix("http://")),
             *(word for slot, url in urls.items() for word in ("--slot", f"{slot}={url}")),
             *("--probes", str(golden), "--runtime-dir", str(self.runtime_dir)),
-            *("--verify-interval", "0.2", "--drain-notice", "0", *options),
+            *("--verify-interval", "0.5", "--drain-notice", "0", *options),
         ]
-        command = [sys.executable, *([str(engine)] if engine else ["-m", "readmit.engine"]), str(model)]
+        more = {"stop_s": 2.0, **({"preload": "imported"} if isinstance(engine, str) else {})}
+        command = [sys.executable, *(["-m", engine] if isinstance(engine, str) else [str(engine)]), str(model)]
         daemon = [sys.executable, "-m", "weightcache.daemon", "--metrics", f"127.0.0.1:{free_port()}"]
         if cached:
             gate += ["--cache-socket", str(self.runtime_dir / "cache.sock")]
@@ -53,7 +67,7 @@ class Node(Child):
             *([{"name": "daemon", "role": "daemon", "argv": daemon}] if cached else []),
             {"name": "gate", "role": "gate", "argv": gate},
             *(
-                {"name": slot, "role": "engine", "argv": [*command, "--port", url.rpartition(":")[2]], "stop_s": 2.0}
+                {"name": slot, "role": "engine", "argv": [*command, "--port", url.rpartition(":")[2]], **more}
                 for slot, url in urls.items()
             ),
         ]
@@ -67,7 +81,10 @@ class Node(Child):
         spec.write_text(json.dumps(content))
         for name in ("run", "state"):
             (folder / name).mkdir(mode=0o700)
-        super().__init__([sys.executable, "-m", "weightcache.keeper", str(spec)])
+        start: Start = plainly
+        if isinstance(engine, str):
+            start = partial(forks().popen_keeper, runtime_dir=self.runtime_dir, residents={"imported": engine})
+        super().__init__([sys.executable, "-m", "weightcache.keeper", str(spec)], start=start)
         self.history = History(journal)
 
     def child(self, name: str) -> dict[str, Any]:
@@ -105,9 +122,8 @@ class Node(Child):
 
     def readmit(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command on this node."""
-        env = {**os.environ, "READMIT_RUNTIME": str(self.runtime_dir), "READMIT_JOURNAL": str(self.history.path)}
-        command = [sys.executable, "-m", "readmit.cli", *words]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        where = {"READMIT_RUNTIME": str(self.runtime_dir), "READMIT_JOURNAL": str(self.history.path)}
+        return forks().readmit(*words, env={**os.environ, **huge_pages.ENVIRONMENT, **where})
 
     def replay(self) -> Replay:
         replay = Replay()

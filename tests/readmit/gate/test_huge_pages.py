@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, probe_file
+from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, plainly, probe_file
 
 from readmit.gate import huge_pages
 
@@ -20,7 +20,7 @@ def test_a_gate_that_was_started_plainly_starts_itself_anew_in_the_same_process(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     where = ["--journal", str(tmp_path / "journal.sqlite3"), "--probes", str(probe_file(tmp_path / "probes.json"))]
-    gate = Gate("--slot", f"a={engine.url}", "--unsupervised", "--drain-notice", "0", *where)
+    gate = Gate("--slot", f"a={engine.url}", "--unsupervised", "--drain-notice", "0", *where, start=plainly)
     with ending(gate):
         gate.until_ready()
         assert huge_pages.ENVIRONMENT.items() <= environment_of(gate.pid).items()

@@ -33,7 +33,7 @@ class Stage:
         journal = probes.with_name(f"{name}.sqlite3")
         return Gate(
             *("--slot", f"a={engine.url}", "--unsupervised", "--journal", str(journal), "--probes", str(probes)),
-            *("--listen", f"127.0.0.1:{self._ports[name]}", "--verify-interval", "0.5", "--drain-notice", "2"),
+            *("--listen", f"127.0.0.1:{self._ports[name]}", "--verify-interval", "2", "--drain-notice", "2"),
         )
 
     @property
@@ -79,7 +79,7 @@ class Requests:
 
     def _run(self) -> None:
         with httpx.Client(timeout=60) as client:
-            while not self._done.wait(0.02):
+            while not self._done.wait(0.1):
                 self.outcomes[ask(client, self._url)] += 1
 
 

@@ -83,6 +83,7 @@ def test_it_can_be_read_with_the_keyboard_alone(page: Page) -> None:
     assert opened.evaluate("it => getComputedStyle(it.querySelector('summary')).outlineStyle") == "solid"
 
 
+@pytest.mark.parametrize("page", [PHONE], indirect=True, ids=["phone"])
 def test_it_follows_what_happens_without_being_loaded_again(page: Page, pair: Node) -> None:
     page.evaluate("window.mark = 1")
     page.keyboard.press("Tab")
@@ -104,6 +105,7 @@ def test_it_follows_what_happens_without_being_loaded_again(page: Page, pair: No
     assert page.locator(f"#{summary}").locator("..").evaluate("it => it.open")
 
 
+@pytest.mark.parametrize("page", [PHONE], indirect=True, ids=["phone"])
 def test_an_override_is_shown_while_it_lasts(page: Page, pair: Node) -> None:
     begun = pair.readmit("gate", "override", "--ttl", "10m", "--reason", "<b>new model</b>, old answers")
     assert begun.returncode == 0, begun.stderr

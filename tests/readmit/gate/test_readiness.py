@@ -50,22 +50,24 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_traffic_waits_for_the_correct_answer(model: Path, options: list[str], history: History) -> None:
-    engine = ReferenceEngine(model)
-    gate = Gate("--slot", f"a={engine.url}", *options)
-    with ending(gate, engine):
+    port = free_port()
+    gate = Gate("--slot", f"a=http://127.0.0.1:{port}", *options)
+    with ending(gate):
         refused = gate.client.post("/v1/completions", json=ASK)
         assert refused.status_code == 503
         assert gate.client.get("/startupz").status_code == 503
         assert gate.client.get("/livez").status_code == 200
-        gate.until_ready()
-        assert gate.client.get("/startupz").status_code == 200
-        answer = gate.client.post("/v1/completions", json=ASK)
-        assert answer.json()["choices"][0]["text"] == " Paris."
-        assert history.names("probe")[0] == "correct"
-        assert [state for state, _ in history.states()] == ["starting", "loading", "verifying", "ready"]
-        ready = history.events("slot_state")[-1]
-        assert ready.attributes["pid"] == engine.pid
-        assert gate.metric('readmit_gate_openings_total{slot="a"}') == 1
+        engine = ReferenceEngine(model, port)
+        with ending(engine):
+            gate.until_ready()
+            assert gate.client.get("/startupz").status_code == 200
+            answer = gate.client.post("/v1/completions", json=ASK)
+            assert answer.json()["choices"][0]["text"] == " Paris."
+            assert history.names("probe")[0] == "correct"
+            assert [state for state, _ in history.states()] == ["starting", "loading", "verifying", "ready"]
+            ready = history.events("slot_state")[-1]
+            assert ready.attributes["pid"] == engine.pid
+            assert gate.metric('readmit_gate_openings_total{slot="a"}') == 1
 
 
 def test_a_killed_engine_is_out_at_once_and_its_successor_in_after_a_correct_answer(

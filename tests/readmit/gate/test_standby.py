@@ -28,7 +28,7 @@ def traffic(node: Node) -> Iterator[list[tuple[int, str]]]:
 
     def ask() -> None:
         with httpx.Client(timeout=60) as client:
-            while not done.wait(0.05):  # without a pause it would be the engines' starts that take long
+            while not done.wait(0.15):  # without a pause it would be the engines' starts that take long
                 answer = client.post(f"{node.gate_url}/v1/completions", json=ASK)
                 text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
                 answers.append((answer.status_code, text))
