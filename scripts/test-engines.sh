@@ -9,12 +9,10 @@ offline=tests/engines/test_vllm_offline.py
 pytest=("$python" -m pytest -p no:cacheprovider)
 said=$(mktemp -d)
 
-# The tests, on one core. SGLang cannot be imported beside vLLM; what only starts vLLM does not do so from a process with
-# one in it.
+# On one core tests with vLLM; what only starts vLLM does not do so from a process with one in it.
 set -m  # a group of its own, which can be ended as one
 {
   failed=0
-  PYTHONPATH=$(dirname "$python")/../../sglang "${pytest[@]}" tests/engines || failed=$?
   "${pytest[@]}" tests/engines --ignore "$offline" || failed=$?
   "${pytest[@]}" "$offline" || failed=$?
   exit "$failed"
@@ -23,8 +21,9 @@ tests=$!
 set +m
 trap 'kill -- "-$tests" 2>/dev/null || true; rm -rf "$said"' EXIT
 
-# On the other core the kills of which no time is compared with another.
+# On the other those with SGLang, which cannot be imported beside vLLM, and the kills of which no time is compared.
 failed=0
+PYTHONPATH=$(dirname "$python")/../../sglang "${pytest[@]}" tests/engines || failed=$?
 "$python" -m tests.engines.recoveries "$@" --parts tp2,observed | tee "$said/recoveries" || failed=$?
 wait "$tests" || failed=$?
 cat "$said/tests"

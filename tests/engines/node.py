@@ -192,8 +192,8 @@ class Node:
     def tokens_per_s(self, slot: str) -> float:
         """How fast it generates."""
         began = time.perf_counter()
-        ask_engine(self.ports[slot], PROMPTS[0], 64)
-        return 64 / (time.perf_counter() - began)
+        ask_engine(self.ports[slot], PROMPTS[0], 32)
+        return 32 / (time.perf_counter() - began)
 
     def stop(self) -> None:
         self._up.send_signal(signal.SIGTERM)
@@ -241,7 +241,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def ask_engine(port: int, prompt: str, tokens: int = 16) -> Answer:
+def ask_engine(port: int, prompt: str, tokens: int = 8) -> Answer:
     """A greedy answer from an engine, past any gate, and the log-probabilities of its tokens."""
     choice = ask_address(f"127.0.0.1:{port}", prompt, tokens, logprobs=1)
     return choice["text"], tuple(choice["logprobs"]["token_logprobs"])

@@ -30,8 +30,8 @@ PHASES: Final = {"import", "tokenizer_init", "distributed_init", "load_weights",
 """What every start of vLLM goes through."""
 EXPLAINED: Final = 0.1
 """Share of a recovery's time that may belong to no phase."""
-SPEEDS: Final = 3
-"""How often the speed of either engine is measured in a turn."""
+SPEEDS: Final = 2
+"""How often the speed of either engine is measured in a turn. Engines started alike differ more than one's requests."""
 BLOCK_FP8: Final = (
     "compared by test_vllm_parity.py"
     if torch.cpu._is_amx_tile_supported()
