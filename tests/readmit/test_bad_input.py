@@ -2,28 +2,19 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.fixtures import http
+from tests.fixtures import checkpoints, http
+from tests.readmit.forked import forks
 from tests.readmit.nodes import Place, free_port, place, wait_for
 
-from readmit import demo_model
 from readmit.probes import Expectation, Probe, ProbeSet
 
 ENGINE = Path(__file__).parent / "gate" / "scripted_engine.py"
-# Root may read everything, unless it gives that up.
-BOUND = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    return demo_model.prepare()
 
 
 @pytest.fixture
@@ -37,14 +28,9 @@ def here() -> Iterator[Place]:
 def refused(here: Place, *words: str, status: int = 2, **environment: str) -> str:
     """What a command says that must refuse: one paragraph, no trace of Python, no process or socket left."""
     before = sorted(here.folder.rglob("*"))
-    result = subprocess.run(
-        [*BOUND, sys.executable, "-m", "readmit.cli", *words],
-        cwd=here.folder,
-        env={**here.environment, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    # Root may read everything, unless it gives that up.
+    result = forks().readmit(
+        *words, cwd=here.folder, env={**here.environment, **environment}, limits={"capabilities": 0}
     )
     assert result.returncode == status, result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
@@ -52,19 +38,19 @@ def refused(here: Place, *words: str, status: int = 2, **environment: str) -> st
     return result.stderr
 
 
-def damaged(model: Path, here: Place) -> Path:
-    return Path(shutil.copytree(model, here.folder / "model"))
+@pytest.fixture
+def model(here: Place) -> Path:
+    return checkpoints.with_tokenizer(checkpoints.plain(here.folder / "model"))
 
 
 def test_a_model_that_may_not_be_read(model: Path, here: Place) -> None:
-    copy = damaged(model, here)
-    shard = copy / "model-00001-of-00002.safetensors"
+    shard = model / checkpoints.SHARDS[0]
     shard.chmod(0)
-    said = refused(here, "engine", str(copy), "--port", "0", status=os.EX_CONFIG)
+    said = refused(here, "engine", str(model), "--port", "0", status=os.EX_CONFIG)
     assert f"{shard} cannot be read: expected a readable file, found Permission denied" in said
-    copy.chmod(0)
-    said = refused(here, "engine", str(copy), "--port", "0", status=os.EX_CONFIG)
-    assert f"{copy}/config.json cannot be read" in said, "it is there, and it does not say otherwise"
+    model.chmod(0)
+    said = refused(here, "engine", str(model), "--port", "0", status=os.EX_CONFIG)
+    assert f"{model}/config.json cannot be read" in said, "it is there, and it does not say otherwise"
     (here.folder / "locked").mkdir()
     (here.folder / "locked").chmod(0)
     said = refused(here, "engine", str(here.folder / "locked" / "m"), "--port", "0", status=os.EX_CONFIG)
@@ -72,10 +58,9 @@ def test_a_model_that_may_not_be_read(model: Path, here: Place) -> None:
 
 
 def test_a_config_that_is_no_json(model: Path, here: Place) -> None:
-    copy = damaged(model, here)
-    (copy / "config.json").write_text("{")
-    said = refused(here, "engine", str(copy), "--port", "0", status=os.EX_CONFIG)
-    assert f"{copy}/config.json is not valid JSON: expected a JSON object" in said
+    (model / "config.json").write_text("{")
+    said = refused(here, "engine", str(model), "--port", "0", status=os.EX_CONFIG)
+    assert f"{model}/config.json is not valid JSON: expected a JSON object" in said
 
 
 @pytest.mark.parametrize("folder", ["READMIT_RUNTIME", "READMIT_STATE"])
