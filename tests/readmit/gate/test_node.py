@@ -10,10 +10,11 @@ import httpx
 import pytest
 from benchmarks.gate_parts.damage import Damage
 from tests.fixtures import http
+from tests.readmit.forked import PLAINLY
 from tests.readmit.gate.harness import ending, until
 from tests.readmit.gate.nodes import ASK, Node
 
-FRAGILE = Path(__file__).with_name("fragile_engine.py")
+FRAGILE = "tests.readmit.gate.fragile_engine"
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +28,12 @@ def node(model: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_a_crash_is_one_episode_from_the_fault_to_the_correct_answer(node: Node) -> None:
     known = node.replay().episodes
+    (node.runtime_dir / PLAINLY).touch()  # for once with its imports
     os.kill(node.child("a")["pid"], signal.SIGKILL)
     until(lambda: len(node.replay().episodes) == len(known) + 1, "an episode to be opened")
     until(lambda: node.replay().slots["a"].episode is None, "it to be closed")
     node.until_ready()
+    (node.runtime_dir / PLAINLY).unlink()
     crash = node.replay().episodes[-1]
     assert (known[0].cause, crash.cause) == ("first_start", "crash")
     assert (crash.outcome, crash.verified, crash.path) == ("ready", True, "off")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, probe_file, until
+from tests.readmit.gate.harness import Child, Gate, ScriptedEngine, ending, forked_gate, probe_file, run_gate, until
 
 from readmit.commands.drill import Asked, traffic
 from readmit.gate.guard import is_plain
@@ -246,15 +246,10 @@ def test_without_a_token_anybody_may_look_and_only_the_socket_may_order(options:
 
 def test_it_listens_on_loopback_unless_told_otherwise(gate: Gate, engine: ScriptedEngine, folder: Path) -> None:
     assert gate.url.startswith("http://127.0.0.1:")
-    command = [sys.executable, "-m", "readmit.gate", "--listen", "0.0.0.0:0", "--slot", f"a={engine.url}"]
-    process = subprocess.Popen(
-        [*command, "--journal", str(folder / "other.sqlite3")], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    lines = iter(process.stderr.readline, "")
-    assert any("open to everybody who reaches 0.0.0.0:0; token_file closes it" in line for line in lines)
-    process.kill()
-    process.communicate()
+    where = ["--slot", f"a={engine.url}", "--journal", str(folder / "other.sqlite3")]
+    public = Child([sys.executable, "-m", "readmit.gate", "--listen", "0.0.0.0:0", *where], start=forked_gate)
+    with ending(public):
+        public.says("open to everybody who reaches 0.0.0.0:0; token_file closes it")
 
 
 def test_it_serves_https(engine: ScriptedEngine, options: list[str], folder: Path) -> None:
@@ -295,17 +290,7 @@ def test_files_that_cannot_be_used_are_explained(
 ) -> None:
     if content is not None:
         (tmp_path / "file").write_text(content)
-    command = [
-        sys.executable,
-        "-m",
-        "readmit.gate",
-        "--listen",
-        "127.0.0.1:0",
-        *options,
-        option,
-        str(tmp_path / "file"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == os.EX_CONFIG
-    assert says in result.stderr
-    assert "Traceback" not in result.stderr
+    status, said = run_gate("--listen", "127.0.0.1:0", *options, option, str(tmp_path / "file"))
+    assert status == os.EX_CONFIG
+    assert says in said
+    assert "Traceback" not in said

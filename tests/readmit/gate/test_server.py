@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.fixtures import http
-from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, free_port, probe_file, until
+from tests.readmit.gate.harness import Gate, ScriptedEngine, ending, free_port, probe_file, run_gate, until
 
 from readmit.gate.operator import order
 
@@ -146,20 +146,18 @@ def test_an_engine_that_dies_while_the_gate_drains_gets_nothing_more(
     ],
 )
 def test_options_that_cannot_work_are_explained(options: list[str], says: str) -> None:
-    command = [sys.executable, "-m", "readmit.gate", *options]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == os.EX_CONFIG
-    assert says in result.stderr
-    assert "Traceback" not in result.stderr
+    status, said = run_gate(*options)
+    assert status == os.EX_CONFIG
+    assert says in said
+    assert "Traceback" not in said
 
 
 def test_a_port_in_use_is_explained(options: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = [sys.executable, "-m", "readmit.gate", *options, "--listen", listen]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == os.EX_CONFIG
-    assert f"the gate cannot listen on {listen}" in result.stderr
+        status, said = run_gate(*options, "--listen", listen)
+    assert status == os.EX_CONFIG
+    assert f"the gate cannot listen on {listen}" in said
 
 
 def _inheriting(listener: socket.socket, options: list[str]) -> subprocess.Popen[bytes]:
