@@ -37,6 +37,12 @@ headers = st.dictionaries(names, entries | anything, max_size=4) | anything
 indices = st.fixed_dictionaries({"weight_map": st.dictionaries(names, names | anything, max_size=4) | anything})
 
 
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that have just been written count as if nobody would write them again: waiting for that is not tested."""
+    monkeypatch.setattr("weightcache.checkpoint.stamp.CLOCK_TICK_NS", 0)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(checkpoints.config()))

@@ -152,7 +152,7 @@ def test_a_stopped_keeper_stops_no_engine(kept: KeptCache) -> None:
     keeper = kept.processes[0]
     keeper.send_signal(signal.SIGSTOP)
     try:
-        for _ in range(30):  # more than its queue takes
+        for _ in range(10):  # each time the daemon waits for it in vain
             connection, _, received = attach(kept)
             close_all(received)
             connection.close()

@@ -4,18 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.fixtures import checkpoints
+from tests.readmit.forked import forks
 from tests.weightcache.architectures import SIZES
 from tests.weightcache.caches import Cache
-from tests.weightcache.clients import client
 from tests.weightcache.models import bytes_of
+from tests.weightcache.rank import IDS
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,14 +26,10 @@ from weightcache.checkpoint import Checkpoint, TensorInfo
 from weightcache.errors import ConfigError
 from weightcache.integrations.transformers import from_pretrained, skeleton
 from weightcache.integrations.transformers_form import Form
-from weightcache.integrations.transformers_ranks import connect_ranks
 from weightcache.sharding import plan_tensors
-from weightcache.vocabulary import MISS_REASONS
 
 logging.disable_progress_bar()
 
-FAIL = dict.fromkeys(MISS_REASONS, "fail")
-IDS = torch.arange(8)[None]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4},  # whose files hold each expert's tensors by themselves
@@ -101,27 +96,14 @@ def test_the_parts_are_those_of_transformers_own_tensor_parallelism(folder: Path
         assert as_bytes(dict(ours.named_parameters())) == as_bytes(parts)
 
 
-def run_rank(pipe: Pipe, folder: Path, socket: Path, rank: int, meeting: Path) -> None:
-    """One of two ranks: say what it was given, run with the other one, say the logits."""
-    model, outcome = from_pretrained(
-        folder, mode="client", socket=socket, dtype="float32", tp_size=2, tp_rank=rank, policies=FAIL
-    )
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    connect_ranks(model, init_device_mesh("cpu", (2,)))
-    with torch.inference_mode():
-        logits = model(IDS).logits
-    pipe.send((outcome.path, logits.tolist()))
-    distributed.destroy_process_group()
-
-
 def test_two_ranks_run_together_on_what_they_map(folder: Path, ours: Cache, tmp_path: Path) -> None:
     for rank in range(2):
         from_pretrained(folder, mode="client", socket=ours.socket, dtype="float32", tp_size=2, tp_rank=rank)
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(client(run_rank, folder, ours.socket, rank, tmp_path / "meeting")) for rank in range(2)
-        ]
-        said = [rank.hear() for rank in ranks]
+    command = [sys.executable, "-m", "tests.weightcache.rank", str(folder), str(ours.socket)]
+    ranks = [
+        forks().popen([*command, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE) for rank in range(2)
+    ]
+    said = [json.loads(rank.communicate(timeout=240)[0]) for rank in ranks]
     assert [path for path, _ in said] == ["hit", "hit"]
     assert said[0][1] == said[1][1]
     whole, _ = from_pretrained(folder, dtype="float32")
@@ -131,9 +113,7 @@ def test_two_ranks_run_together_on_what_they_map(folder: Path, ours: Cache, tmp_
 
 def test_one_command_loads_all_ranks(ours: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
-    argv = [sys.executable, "-m", "readmit.cli", "cache"]
-    load = [*argv, "load", str(folder), "--tp-size", "2", "--json"]
-    done = subprocess.run(load, env=ours.environment, capture_output=True, text=True, timeout=240, check=False)
+    done = forks().readmit("cache", "load", str(folder), "--tp-size", "2", "--json", env=ours.environment)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["ranks"]) == 2
     ranks = []
@@ -152,8 +132,7 @@ def test_one_command_loads_all_ranks(ours: Cache, tmp_path: Path) -> None:
 
 def test_what_cannot_be_cut_is_said_before_anything_is_loaded(ours: Cache, tmp_path: Path) -> None:
     folder = checkpoints.fp8(tmp_path / "t")
-    argv = [sys.executable, "-m", "readmit.cli", "cache", "preflight", str(folder), "--tp-size", "4", "--json"]
-    done = subprocess.run(argv, env=ours.environment, capture_output=True, text=True, timeout=240, check=False)
+    done = forks().readmit("cache", "preflight", str(folder), "--tp-size", "4", "--json", env=ours.environment)
     assert done.returncode == 2
     told = json.loads(done.stderr)
     assert (told["kind"], told["reason"], told["width"]) == ("config", "shard_block_mismatch", 64)
