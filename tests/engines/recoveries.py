@@ -187,7 +187,7 @@ def shared(account: Account, model: Path, kills: int) -> None:
         resident = node.wait_for_resident()
         for number in range(kills):
             part = KILLED[number % len(KILLED)]
-            # Either is first in turn: of two engines the one that was started last is the faster, however it was started.
+            # Either is first in turn: of two engines the one started last is the faster, however it was started.
             for slot in "ba" if number % 2 else "ab":
                 account.kill(node, part, "hit", slot=slot, named="preload" if slot in node.forked else "hit")
             for _ in range(SPEEDS):
