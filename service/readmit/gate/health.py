@@ -81,6 +81,10 @@ def _explained(
     if gate.probe_set_suspect:
         lines.append("  warning: several ready slots answer wrongly; the golden answers are doubted, not the engines")
     for slot in gate.slots:
+        if slot.doubted:
+            lines.append(
+                f"  warning: slot {slot.name} answers wrongly among requests; it gets no more until it is asked alone"
+            )
         if count := gate.neglect.requests(slot.name):
             lines.append(f"  warning: slot {slot.name} gave {count} different requests in a row no first byte")
     if gate.neglect.suspect:

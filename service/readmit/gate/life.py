@@ -33,6 +33,8 @@ WRONG_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Between wrong answers of an engine that is not ready; the last one again and again."""
 CONFIRM_S: Final = 1.0
 """Until the next verification where one more answer decides."""
+EXCUSED_S: Final = 300.0
+"""How long an engine that is right after all is not doubted again for what it answers among users' requests."""
 BUSY_FACTOR: Final = 3
 """A busy slot is verified this many times less often than an idle one."""
 
@@ -81,6 +83,8 @@ class Life:
         self._needed = 1
         self._phase_marked = False
         self._hangs = False
+        self._excused_ns = 0
+        """Until when wrong answers among users' requests are put down to these."""
         self._reexamined = False
         """It answered the golden questions that were asked before those that are asked now."""
         self._neglects = False
@@ -198,12 +202,16 @@ class Life:
                 self.slot.wrong_while_ready = sum(window)
             errors = errors + 1 if finding.result == "error" and not finding.busy else 0
             match finding.result:
+                case "correct" if self.slot.doubted:
+                    self.slot.doubted, self._excused_ns = False, boottime_ns() + round(EXCUSED_S * 1e9)
                 case "correct" if (self._neglects or self._means.neglect.faults(name)) and self._dispensable():
                     self._eject_neglectful()
                 case "wrong":
                     pause = min(CONFIRM_S, pause)
                     if sum(window) >= settings.eject_wrong and self._may_eject():
                         self._eject("wrong_answer", "wrong_answer")
+                    elif self.slot.in_flight and self._may_eject() and boottime_ns() > self._excused_ns:
+                        self.slot.doubted = True
                 case "late":
                     pause = 0.0
                     self._note_silence(finding.put_ns)

@@ -9,7 +9,7 @@ import asyncio
 import errno
 import json
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Final, TypeVar
 
@@ -18,25 +18,17 @@ from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from readmit.gate.gate import Gate
+from readmit.gate.headers import OURS, SAID_ANEW, Headers, as_text, end_to_end, header_of, is_answer
 from readmit.gate.problem import Problem
 from readmit.gate.slots import Lease, Slot
 from readmit.gate.trace import Trace
-from readmit.gate.upload import Headers, Upload, header_of
+from readmit.gate.upload import Upload
 from weightcache.journal import boottime_ns
 
 T = TypeVar("T")
 
-HOP_BY_HOP: Final = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding"
-    b" upgrade".split()
-)
-"""Headers that concern one connection (RFC 9110, section 7.6.1)."""
-OURS: Final = frozenset((b"host", b"expect", b"accept-encoding", b"traceparent", b"tracestate"))
-"""Request headers that the gate answers for: an event must not wait in a compressor until its block is full."""
 BREAKING: Final = frozenset(("hang", "wrong_answer", "foreign_listener"))
 """Why a slot was taken out of service, where what it still answers must not reach a client, or never comes."""
-FINAL: Final = range(200, 600)
-"""Statuses of an answer (RFC 9110, section 15). After any other, such as 101, a client would read on as it sees fit."""
 IMMEDIATE_FAIL: Final = (b"x-envoy-immediate-health-check-fail", b"true")
 """On what the gate refuses while it is not ready: Envoy then sends it nothing more until a health check succeeds."""
 KEPT_S: Final = 1.0
@@ -222,8 +214,20 @@ class _Exchange:
             self._break_off(reason)
         elif reason == "engine_exited":
             self._exits = True
-            if self._patience is not None and not self._patience.expired():
-                self._patience.reschedule(asyncio.get_running_loop().time() + LAST_WORDS_S)
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Give up soon, once what has arrived has been read."""
+        if self._patience is not None:
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._give_up, self._patience, 2)
+
+    def _give_up(self, patience: asyncio.Timeout, turns: int) -> None:
+        loop = asyncio.get_running_loop()
+        if turns:
+            # Timers come before what has arrived, and both are due where this process did not run for a while.
+            loop.call_soon(self._give_up, patience, turns - 1)
+        elif patience is self._patience and not patience.expired():
+            patience.reschedule(loop.time())
 
     def _break_off(self, why: str) -> None:
         if self._ended is None and not self._complete and self._task is not None:
@@ -266,12 +270,12 @@ class _Exchange:
     async def _request(self) -> aiohttp.ClientResponse:
         scope = self._scope
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        headers = [(_text(name), _text(value)) for name, value in _end_to_end(scope["headers"]) if name not in OURS]
+        headers = [(as_text(name), as_text(value)) for name, value in end_to_end(scope["headers"]) if name not in OURS]
         data = await self._upload.body()
         if self._slot.lease is not self._pool.lease:
             raise _LeaseEnded
         self._put = True
-        states = [("tracestate", _text(value)) for value in self._trace.states]
+        states = [("tracestate", as_text(value)) for value in self._trace.states]
         response = await self._pool.session.request(
             scope["method"],
             URL(self._slot.url.rstrip("/") + target.decode("ascii"), encoded=True),
@@ -279,14 +283,15 @@ class _Exchange:
             data=data,
             allow_redirects=False,
         )
-        if response.status not in FINAL:
+        if not is_answer(response):
             response.close()
-            raise aiohttp.ClientPayloadError(f"status {response.status}")
+            raise aiohttp.ClientPayloadError(f"no answer: status {response.status}, {response.raw_headers}")
         return response
 
     async def _relay(self, response: aiohttp.ClientResponse) -> str:
         headers = [(name.lower(), value) for name, value in response.raw_headers]
-        kept = [*_end_to_end(headers), _traceresponse(self._trace)]
+        kept = [(name, value) for name, value in end_to_end(headers) if name not in SAID_ANEW]
+        kept.append(_traceresponse(self._trace))
         await self._send({"type": "http.response.start", "status": response.status, "headers": kept})
         self._begun = headers
         content, generated = response.content, self._upload.generates and response.status < HTTPStatus.BAD_REQUEST
@@ -324,7 +329,9 @@ class _Exchange:
             aiohttp.ServerDisconnectedError: its process exits.
         """
         try:
-            async with asyncio.timeout(LAST_WORDS_S if self._exits else limit_s) as self._patience:
+            async with asyncio.timeout(limit_s) as self._patience:
+                if self._exits:
+                    self._hurry()
                 return await done
         except TimeoutError as error:
             if not self._exits or isinstance(error, aiohttp.ClientError):
@@ -378,22 +385,8 @@ class _LeaseEnded(Exception):
     """The request has not been put to any engine: who is ready now may have it."""
 
 
-def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Headers without those that concern one connection, among them what ``Connection`` names."""
-    pairs = list(headers)
-    named = {token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")}
-    return [(name, value) for name, value in pairs if name not in HOP_BY_HOP and name not in named]
-
-
 def _traceresponse(trace: Trace) -> tuple[bytes, bytes]:
     return b"traceresponse", trace.header().encode()
-
-
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()  # aiohttp sends headers as UTF-8
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
 
 
 def _body(chunk: bytes, *, more: bool) -> Message:

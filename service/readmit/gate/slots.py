@@ -113,6 +113,8 @@ class Slot:
         """When the latest of those users asked for whom its engine has generated an answer to its end."""
         self.wrong_while_ready = 0
         """Wrong verifications among the last ones since it became ready; above 0 it serves under suspicion."""
+        self.doubted = False
+        """It answered wrongly among users' requests: another slot gets the next ones, so that it can be asked alone."""
         self.carried: set[Callable[[str], None]] = set()
         """Told why when readiness ends: what is under way to this slot."""
         self._observers = observers
@@ -173,5 +175,6 @@ class Slot:
             raise ImpossibleTransitionError(self.name, self.state, state)
         step = Transition(self, self.state, state, reason, boottime_ns())
         self.state, self.reason, self.since_ns, self.lease = state, reason, step.at_ns, lease
+        self.doubted = False
         for observer in self._observers:
             observer(step)

@@ -55,11 +55,15 @@ class Succession:
         self._takeovers: asyncio.Queue[Takeover] = asyncio.Queue()
 
     def choose(self, tried: Sequence[Slot] = ()) -> Slot | None:
-        """The slot that a request goes to: the active one, or another that serves and has not been tried."""
+        """The slot that a request goes to: the active one, or another that serves and has not been tried.
+
+        One that is doubted only gets what no other can have.
+        """
         active = self.active
-        if active is not None and active.serves and active not in tried:
+        if active is not None and active.serves and active not in tried and not active.doubted:
             return active
-        return next((slot for slot in self._slots if slot.serves and slot not in tried), None)
+        rest = [slot for slot in self._slots if slot.serves and slot not in tried]
+        return min(rest, key=lambda slot: (slot.doubted, slot is not active), default=None)
 
     def follow(self, step: Transition) -> None:
         """Take in a slot's step. The place is passed on in the same moment in which it is lost."""

@@ -3,12 +3,12 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from starlette.types import Receive, Scope
 
-Headers = list[tuple[bytes, bytes]]
+from readmit.gate.headers import header_of
 
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 """Requests that may be repeated (RFC 9110, section 9.2.1)."""
@@ -97,8 +97,3 @@ class Upload:
         await self._read.wait()
         while not self._gone:
             self._gone = (await self._receive())["type"] == "http.disconnect"
-
-
-def header_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    """The value of a header, its name in lower case; None where there is none."""
-    return next((value for name, value in headers if name == wanted), None)

@@ -20,9 +20,13 @@ ODD = {
     "/v1/two-lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 5\r\n\r\nhello",
     "/v1/length-and-chunks": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"5\r\nhello\r\n0\r\n\r\n",
+    "/v1/control": b"HTTP/1.1 200 OK\r\nX-Odd: a\x01b\r\nContent-Length: 2\r\n\r\nok",
     "/v1/no-http": b"hello\r\n\r\n",
 }
-HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+HINTS = (
+    b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\nDate: Mon, 30 Nov 2026 00:00:00 GMT\r\nContent-Length: 2\r\n\r\nok"
+)
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,3 +68,4 @@ async def test_what_is_no_answer_is_told_as_such(client: httpx.AsyncClient) -> N
 async def test_what_comes_before_the_answer_is_not_it(client: httpx.AsyncClient) -> None:
     told = await client.get("/v1/hints")
     assert (told.status_code, told.content, "link" in told.headers) == (200, b"ok", False)
+    assert "date" not in told.headers, "the gate's server has its own, and there is but one"
