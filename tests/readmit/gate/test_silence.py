@@ -2,12 +2,11 @@
 
 import asyncio
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from starlette.types import Message
+from tests.readmit.gate.dying import running
 from tests.readmit.gate.harness import ScriptedEngine, ending, probe_file, until
 
 from readmit.gate.app import create_app
@@ -71,22 +70,16 @@ def test_a_stopped_engine_is_busy_with_nothing(slot: Slot, silence: Silence) -> 
     assert hangs(silence, 31, stopped=True)
 
 
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "1000"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_a_process_that_a_signal_holds_still_is_known(sleeper: subprocess.Popen[bytes]) -> None:
-    engine = until(lambda: Engine.of(sleeper.pid), "the process")
-    assert not engine.stopped
-    sleeper.send_signal(signal.SIGSTOP)
-    until(lambda: engine.stopped, "it to be stopped")
-    assert not engine._replace(start_ticks=engine.start_ticks + 1).stopped
-    sleeper.send_signal(signal.SIGCONT)
-    until(lambda: not engine.stopped, "it to go on")
+def test_a_process_that_a_signal_holds_still_is_known() -> None:
+    with running("import sys; print('up', flush=True); sys.stdin.read()") as process:
+        engine = Engine.of(process.pid)
+        assert engine is not None
+        assert not engine.stopped
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: engine.stopped, "it to be stopped")
+        assert not engine._replace(start_ticks=engine.start_ticks + 1).stopped
+        process.send_signal(signal.SIGCONT)
+        until(lambda: not engine.stopped, "it to go on")
 
 
 @pytest.mark.parametrize(
