@@ -20,8 +20,11 @@ _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_PIECE: Final = 16 * HUGE_PAGE
 _SLOWEST: Final = 1 << 30
-"""Bytes a second. Where making room for huge pages takes longer than this, they are not worth waiting for."""
+"""Bytes a second. Where memory is in pieces, the kernel moves other pages about first: that is not waited for."""
+_PATIENCE_S: Final = 0.05
+"""How much longer it may take all the same."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -71,14 +74,19 @@ def reserve(descriptor: int, start: int, size: int) -> bool:
     if not size:
         return False
     address = map_aligned(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, start)
-    began_s = time.monotonic()
+    latest_s = time.monotonic() + _PATIENCE_S
     try:
-        for at in range(start, start + size, HUGE_PAGE):
-            os.pwrite(descriptor, b"\0", at)  # what has no page at all is not collapsed
-        collapsed: int = _libc.madvise(address, size, _MADV_COLLAPSE)
+        for piece in range(0, size, _PIECE):
+            length = min(_PIECE, size - piece)
+            for at in range(piece, piece + length, HUGE_PAGE):
+                os.pwrite(descriptor, b"\0", start + at)  # what has no page at all is not collapsed
+            collapsed: int = _libc.madvise(address + piece, length, _MADV_COLLAPSE)
+            latest_s += length / _SLOWEST
+            if collapsed != 0 or time.monotonic() > latest_s:
+                return False
     finally:
         unmap(address, size)
-    return collapsed == 0 and (time.monotonic() - began_s) * _SLOWEST <= size
+    return True
 
 
 def _mapped(address: int | None, size: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
