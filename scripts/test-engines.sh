@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 python=$(scripts/engines-env.sh)/bin/python
 offline=tests/engines/test_vllm_offline.py
 # Whatever failed last in other tests stays known.
-pytest=("$python" -m pytest -p no:cacheprovider)
+pytest=("$python" -m pytest -p no:cacheprovider --timeout 1200)
 said=$(mktemp -d)
 
 # On one core tests with vLLM; what only starts vLLM does not do so from a process with one in it.

@@ -13,7 +13,7 @@ from tests.fixtures.versions import version
 
 def cache(*arguments: object) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "readmit.cli", "cache", *map(str, arguments), "--engine", "vllm", "--json"]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=1200, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, json.loads(done.stdout or done.stderr)
 
