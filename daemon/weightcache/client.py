@@ -138,13 +138,12 @@ class _Recovery:
                     raise barred
                 if self.outcome.mode == "daemon":
                     ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
-                self._require_export(prove=False)
                 self._prepare()
                 self.attachment.map(0.0, None)
             except CacheMiss as miss:
                 # What was mapped is held by the frames of the error: it must go before another copy is made.
                 traceback.clear_frames(miss.__traceback__)
-                self._miss(miss, load_command)
+                self._miss(self._without_export() or miss, load_command)
             else:
                 self.outcome.path = "hit"
                 facts = {"mode": self.outcome.mode, "generation": self.outcome.generation, "bytes": self.outcome.bytes}
@@ -298,6 +297,14 @@ class _Recovery:
             from weightcache.arena.cuda_vmm import require_export
 
             require_export(self.attachment.device, prove=prove)
+
+    def _without_export(self) -> CacheMiss | None:
+        """The miss of a GPU whose memory cannot be handed over; it is no use telling such a one what else is amiss."""
+        try:
+            self._require_export(prove=False)
+        except CacheMiss as found:
+            return found
+        return None
 
     def _prepare(self) -> None:
         """Let what a GPU's first mapping needs come while the daemon is asked."""
