@@ -43,6 +43,8 @@ def main() -> None:
                 time.sleep(0.1)
             take(browser, node, "recovering", DESK)
             node.wait_all_ready()
+            while "daemon_loading" in str(node.get("/api/status")[1]["slots"]):  # the gate asks now and then
+                time.sleep(0.1)
             take(browser, node, "status", DESK)
             take(browser, node, "status-phone", PHONE, dark=True)
         finally:
