@@ -101,32 +101,20 @@ def page_cache_fraction(files: list[Path]) -> float | None:
 
 def _pages(file: Path, size: int, stride: int) -> tuple[int, int]:
     """The number of pages present and looked at, in windows that begin every ``stride`` bytes."""
-    import ctypes  # not at the top: a MiB that only this function needs
+    from weightcache import mapping  # not at the top: its ctypes is a MiB that only this function needs
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     present = looked_at = 0
     with file.open("rb") as opened:
-        # Through libc, because Python's mmap gives no address of a read-only mapping.
-        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, opened.fileno(), 0) if size else None
-        if address is None:
+        if not size:
             return 0, 0
-        if address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
+        address = mapping.map_at(None, size, mmap.PROT_READ, mmap.MAP_SHARED, opened.fileno())
         try:
             for offset in range(0, size, stride):
                 length = min(_WINDOW, size - offset)
-                pages = -(-length // mmap.PAGESIZE)
-                vector = ctypes.create_string_buffer(pages)
-                if libc.mincore(address + offset, length, vector):
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
-                present += vector.raw.count(1)  # Linux sets no other bits (mm/mincore.c)
-                looked_at += pages
+                present += mapping.pages_in_memory(address + offset, length)
+                looked_at += -(-length // mmap.PAGESIZE)
         finally:
-            libc.munmap(address, size)
+            mapping.unmap(address, size)
     return present, looked_at
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weightcache import memory
+from weightcache import mapping, memory
 from weightcache.arena import huge_pages
 from weightcache.arena.seals import SEALS, memory_file, require_sealed
 from weightcache.digest import tensor_digest, tensor_memory
@@ -25,7 +25,6 @@ from weightcache.manifest import Manifest, span
 _STEP = 256 << 20
 _HEADROOM = 64 << 20
 """Left to everybody else when space is reserved: a machine filled to the last page kills somebody."""
-_MAP_NORESERVE = 0x4000  # a private writable mapping may be larger than free memory: it is never written as a whole
 
 
 class MemfdWriter:
@@ -135,11 +134,11 @@ class MemfdMapping:
 
 def _map_private(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
     # mmap.mmap would keep a duplicate of the descriptor open for as long as the mapping lives.
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mapping.NORESERVE
     address = huge_pages.map_aligned(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE, flags)
 
     def unmap(self: ctypes.Array[ctypes.c_char]) -> None:
-        huge_pages.unmap(ctypes.addressof(self), size)
+        mapping.unmap(ctypes.addressof(self), size)
 
     # Tensors made by frombuffer hold this object; when the last is gone the mapping goes with it.
     mapped: Any = type("Mapped", (ctypes.c_char * size,), {"__del__": unmap})

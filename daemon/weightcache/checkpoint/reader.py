@@ -3,8 +3,8 @@
 Several threads read and hash a tensor each, some way ahead of whoever takes them, without the interpreter lock.
 """
 
-import ctypes
 import math
+import mmap
 import os
 import threading
 from collections import deque
@@ -14,12 +14,14 @@ from contextlib import closing
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from weightcache import mapping
 from weightcache.checkpoint.header import DTYPES, TensorInfo
 from weightcache.checkpoint.part import Part
 from weightcache.checkpoint.preflight import Checkpoint
 from weightcache.checkpoint.refusal import reading, refusal
 from weightcache.checkpoint.stamp import Stamp, stamp_open
 from weightcache.digest import TensorDigest, checkpoint_digest, new_hash, tensor_memory
+from weightcache.mapping import HUGE_PAGE
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +36,6 @@ AHEAD_BYTES: Final = 1 << 30
 
 MAX_THREADS: Final = 16
 """More do not read faster from one disk."""
-
-
-_HUGE_PAGE: Final = 2 << 20
-_MADV_HUGEPAGE: Final = 14
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def read_tensors(checkpoint: Checkpoint) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -226,9 +222,9 @@ def _buffer(nbytes: int) -> "tuple[torch.Tensor, memoryview]":
 
 def _want_huge_pages(address: int, nbytes: int) -> None:
     """Ask for fewer and larger page faults, which cost as much as the copy does. The kernel may decline."""
-    begin, end = -(-address // _HUGE_PAGE) * _HUGE_PAGE, (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    begin, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
     if begin < end:
-        _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
+        mapping.advise(begin, end - begin, mmap.MADV_HUGEPAGE)
 
 
 def _shaped(buffer: "torch.Tensor", name: str, info: TensorInfo) -> "torch.Tensor":

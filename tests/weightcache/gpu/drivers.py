@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 
+from weightcache import mapping
 from weightcache.arena.cuda_driver import Driver, DriverError
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc = ctypes.CDLL(None)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mapping.NORESERVE
 
 Call = dict[str, Any]
 
@@ -177,20 +174,16 @@ class HostDriver:
         os.close(self._files.pop(handle))
 
     def reserve(self, size: int) -> int:
-        start = _libc.mmap(None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
-        assert start not in (None, ctypes.c_void_p(-1).value)
-        return int(start)
+        return mapping.map_at(None, size, _PROT_NONE, _NOTHING)
 
     def unreserve(self, address: int, size: int) -> None:
-        assert _libc.munmap(address, size) == 0
+        mapping.unmap(address, size)
 
     def map(self, address: int, size: int, handle: int) -> None:
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        assert _libc.mmap(address, size, _PROT_NONE, flags, self._files[handle], 0) == address
+        mapping.map_at(address, size, _PROT_NONE, mmap.MAP_SHARED | mapping.FIXED, self._files[handle])
 
     def unmap(self, address: int, size: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        assert _libc.mmap(address, size, _PROT_NONE, flags, -1, 0) == address
+        mapping.map_at(address, size, _PROT_NONE, _NOTHING | mapping.FIXED)
 
     def set_access(self, address: int, size: int, device: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
