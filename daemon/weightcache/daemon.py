@@ -8,7 +8,6 @@ before it counts, so that the next daemon adopts it without reading a shard.
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import math
@@ -31,6 +30,7 @@ from weightcache.frames import NOBODY
 from weightcache.gpu_watch import Finding, GpuWatch, NvmlError
 from weightcache.journal import Journal, boot_id
 from weightcache.journal.owner import own
+from weightcache.lock_file import Held, hold
 from weightcache.log_line import FORMATS
 from weightcache.logs import complain, configure
 from weightcache.process import Process, Stat
@@ -89,27 +89,20 @@ def lock(path: Path) -> int:
         ResourceError: detail ``name``: another daemon holds it, or there can be no lock.
     """
     try:
-        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ResourceError(
-            f"{path}.lock cannot be opened: {error.strerror}",
-            detail="name",
-            remedy="Move it away or choose another --socket",
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
-        os.close(descriptor)
+        return hold(Path(f"{path}.lock"), str(os.getpid()))
+    except Held as held:
         raise ResourceError(
             f"another weight cache daemon owns {path}",
             detail="name",
-            found=f"pid {holder}",
+            found=f"pid {held.holder or 'unknown'}",
             remedy="Use it, stop it, or choose another --socket",
+        ) from held
+    except OSError as error:
+        raise ResourceError(
+            f"{path}.lock cannot be held: {error.strerror}",
+            detail="name",
+            remedy="Move it away or choose another --socket",
         ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor
 
 
 def _start_ticks() -> int:

@@ -1,5 +1,6 @@
 """Two nodes never share a journal: whoever comes second is told whose it is."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -44,6 +45,13 @@ def test_another_node_is_refused_until_the_owner_is_gone(tmp_path: Path) -> None
     descriptor = own(path, "two")
     assert descriptor is not None
     os.close(descriptor)
+
+
+def test_an_owner_that_has_not_yet_said_whose_the_journal_is_refuses_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite3"
+    with open(f"{path}.owner", "w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        assert own(path, "one") is None
 
 
 def test_where_nothing_can_be_locked_weights_are_served_all_the_same(tmp_path: Path) -> None:

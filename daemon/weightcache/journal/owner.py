@@ -4,12 +4,12 @@ A state folder on a network file system, or one mounted into two containers, wou
 recoveries, and its slots of the same name, as its own.
 """
 
-import fcntl
 import os
 from pathlib import Path
 from typing import NoReturn
 
 from weightcache.errors import ConfigError
+from weightcache.lock_file import Held, hold
 
 
 def own(path: Path, node: str) -> int | None:
@@ -23,23 +23,14 @@ def own(path: Path, node: str) -> int | None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return hold(_lock_path(path), f"{os.getpid()} {node}")
+    except Held as held:
+        pid, _, owner = held.holder.partition(" ")
+        if owner not in ("", node):  # empty: it has not said yet whose it is
+            _refuse(path, node, pid, owner)
     except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()} {node}".encode(), 0)
-        return lock
-    except BlockingIOError:
-        holder = _holder(lock)
-        os.close(lock)
-        if holder[1] != node:
-            _refuse(path, node, *holder)
-        return None
-    except OSError:
-        os.close(lock)
-        return None
+        pass
+    return None
 
 
 def check_owner(path: Path, node: str) -> None:
@@ -50,12 +41,6 @@ def check_owner(path: Path, node: str) -> None:
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".owner")
-
-
-def _holder(lock: int) -> tuple[str, str]:
-    """Pid and node; the pid is that of the node's own machine or container."""
-    pid, _, node = os.pread(lock, 1024, 0).decode(errors="replace").partition(" ")
-    return pid, node
 
 
 def _refuse(path: Path, node: str, pid: str, owner: str) -> NoReturn:

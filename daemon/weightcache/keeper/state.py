@@ -4,7 +4,6 @@ Standard library only.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from weightcache.errors import ConfigError
 from weightcache.journal import boot_id
+from weightcache.lock_file import Held, hold
 from weightcache.paths import checked_socket_path, private_dir
 
 STATE_FILE: Final = "keeper.json"
@@ -55,8 +55,6 @@ class KeeperState:
         self._file = runtime_dir / STATE_FILE
         self._lock_path = _lock_path(runtime_dir)
         self.lock = _acquire(runtime_dir) if lock is None else lock
-        os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
 
     def notify_path(self, child: str) -> Path:
         """Where a child's notify socket is bound."""
@@ -128,21 +126,13 @@ def _lock_path(runtime_dir: Path) -> Path:
 
 
 def _acquire(runtime_dir: Path) -> int:
-    path = _lock_path(runtime_dir)
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode().strip() or "unknown"
-            os.close(lock)
-            raise ConfigError(
-                "already_running",
-                f"a keeper with pid {holder} already looks after {runtime_dir}",
-                remedy="Stop that one first (SIGTERM), or give this node a runtime folder of its own",
-                path=str(runtime_dir),
-                pid=int(holder) if holder.isdecimal() else None,
-            ) from None
-        if os.fstat(lock).st_nlink:
-            return lock
-        os.close(lock)  # its last holder removed the file between our open and our lock
+    try:
+        return hold(_lock_path(runtime_dir), str(os.getpid()))
+    except Held as held:
+        raise ConfigError(
+            "already_running",
+            f"a keeper with pid {held.holder or 'unknown'} already looks after {runtime_dir}",
+            remedy="Stop that one first (SIGTERM), or give this node a runtime folder of its own",
+            path=str(runtime_dir),
+            pid=int(held.holder) if held.holder.isdecimal() else None,
+        ) from held
