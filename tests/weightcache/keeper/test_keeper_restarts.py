@@ -225,8 +225,8 @@ def test_descriptors_that_the_keeper_inherited_go_no_further(node: Node) -> None
     os.set_inheritable(leaked, True)
     node.popen["close_fds"] = False
     node.start()
-    found = node.report("a")
-    targets = [os.readlink(f"/proc/{found['pid']}/fd/{fd}") for fd in os.listdir(f"/proc/{found['pid']}/fd")]
+    folder = f"/proc/{node.ready_pid('a')}/fd"  # which opens and closes nothing any more
+    targets = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]
     assert not any("leak" in target for target in targets)
     os.close(leaked)
 
