@@ -107,6 +107,25 @@ class Quantization(NamedTuple):
             method=self.method,
         )
 
+    def check_asked(self, method: str | None, engine: str) -> None:
+        """Check that an engine quantises these weights as their checkpoint says, or not at all.
+
+        Args:
+            method: what the engine was told, None if nothing.
+            engine: its name, as people write it.
+
+        Raises:
+            UnsupportedQuantForIPCError: it was told something else.
+        """
+        asked = method or UNQUANTIZED
+        if asked != self.method:
+            raise UnsupportedQuantForIPCError(
+                f"{engine} was told to quantise as it loads, and keeps state of that outside the weights",
+                detail="other",
+                expected=f"{self.method}, as the checkpoint is",
+                found=asked,
+            )
+
 
 class _Announcement(NamedTuple):
     key: str

@@ -1,18 +1,17 @@
 """Resident weights and files no longer theirs: nothing attaches that is not proven equal (bug log B05, B18)."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.fixtures import checkpoints
+from tests.fixtures.checkpoints import rewrite, rewrite_restoring_times
 from tests.fixtures.daemon import running_daemon
 
 from weightcache.errors import CacheMiss
 from weightcache.integrations.transformers import from_pretrained
 from weightcache.vocabulary import MISS_REASONS
 
-SHARD = checkpoints.SHARDS[1]
 FAIL = dict.fromkeys(MISS_REASONS, "fail")
 
 
@@ -40,21 +39,6 @@ def miss(path: Path, socket: Path) -> CacheMiss:
     with pytest.raises(CacheMiss) as caught:
         attach(path, socket)
     return caught.value
-
-
-def rewrite(folder: Path) -> None:
-    """Other bytes, same size, same inode."""
-    with open(folder / SHARD, "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
-
-
-def rewrite_restoring_times(folder: Path) -> None:
-    before = os.stat(folder / SHARD)
-    rewrite(folder)
-    os.utime(folder / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def replace_behind_link(link: Path) -> None:

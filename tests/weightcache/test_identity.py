@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.fixtures import checkpoints
+from tests.fixtures.checkpoints import rewrite, rewrite_restoring_times
 
 from weightcache import identity
 from weightcache.checkpoint import Checkpoint
@@ -81,24 +82,6 @@ def test_a_remembered_digest_opens_no_weight_file(folder: Path, digest: str, sta
     assert digest in traced.stdout
     assert "config.json" in traced.stderr
     assert ".safetensors" not in traced.stderr
-
-
-def rewrite(folder: Path) -> None:
-    """Other bytes, same size, same inode."""
-    shard = folder / SHARD
-    with open(shard, "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
-
-
-def rewrite_restoring_times(folder: Path) -> None:
-    before = os.stat(folder / SHARD)
-    rewrite(folder)
-    os.utime(folder / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
-    after = os.stat(folder / SHARD)
-    assert (after.st_mtime_ns, after.st_size, after.st_ino) == (before.st_mtime_ns, before.st_size, before.st_ino)
 
 
 def replace(folder: Path) -> None:

@@ -51,6 +51,16 @@ def test_block_wise_fp8_travels(tmp_path: Path) -> None:
     assert found.config_hash is not None
 
 
+def test_an_engine_that_quantises_otherwise_shares_nothing(tmp_path: Path) -> None:
+    fp8 = announced(tmp_path, quantization_config=FP8)
+    fp8.check_asked("fp8", "vLLM")
+    announced(tmp_path).check_asked(None, "vLLM")
+    for found, asked in ((fp8, None), (announced(tmp_path), "fp8")):
+        with pytest.raises(UnsupportedQuantForIPCError, match="vLLM was told to quantise as it loads") as caught:
+            found.check_asked(asked, "vLLM")
+        assert (caught.value.detail, caught.value.found) == ("other", asked or "none")
+
+
 def test_its_exact_nested_form_is_the_same(tmp_path: Path) -> None:
     nested = announced(tmp_path, text_config={"quantization_config": FP8})
     nested.check_allowed()

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.fixtures.daemon import running_daemon
 from tests.readmit.forked import forks
 from tests.weightcache.architectures import SIZES
 from tests.weightcache.models import bytes_of
@@ -55,17 +55,8 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Path]:
     """The socket of a running weight cache daemon."""
-    socket = tmp_path / "cache" / "cache.sock"
-    command = [sys.executable, "-m", "weightcache.daemon", "--socket", str(socket), "--metrics", "127.0.0.1:0"]
-    process = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
-    while not socket.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    yield socket
-    process.terminate()
-    process.wait(30)
+    with running_daemon(tmp_path / "cache" / "cache.sock") as socket:
+        yield socket
 
 
 def run(module: str, *words: object) -> tuple[int, str, str]:

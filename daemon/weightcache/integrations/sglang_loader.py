@@ -203,18 +203,12 @@ def barred(model_config: ModelConfig, folder: Folder) -> CacheMiss | None:
         found.check_allowed()
         own = getattr(model_config.hf_config, "quantization_config", None)
         check_ipc_quant_support("" if asked == quantization.UNQUANTIZED else asked, own, where="client")
+        found.check_asked(asked, "SGLang")
     except UnsupportedQuantForIPCError as refused:
         return refused
     except SGLangUnsupported as refused:
         return UnsupportedQuantForIPCError(
             "SGLang does not vouch for these weights", detail="other", expected="a verified method", found=str(refused)
-        )
-    if asked != found.method:
-        return UnsupportedQuantForIPCError(
-            "SGLang was told to quantise as it loads, and keeps state of that outside the weights",
-            detail="other",
-            expected=f"{found.method}, as the checkpoint is",
-            found=asked,
         )
     for option, unwanted, why in _unrestorable():
         if unwanted:

@@ -64,16 +64,9 @@ def barred(vllm_config: VllmConfig, model_config: ModelConfig, folder: Folder) -
     found = quantization.of(folder)
     try:
         found.check_allowed()
+        found.check_asked(model_config.quantization, "vLLM")
     except UnsupportedQuantForIPCError as refused:
         return refused
-    asked = model_config.quantization or quantization.UNQUANTIZED
-    if asked != found.method:
-        return UnsupportedQuantForIPCError(
-            "vLLM was told to quantise as it loads, and keeps state of that outside the weights",
-            detail="other",
-            expected=f"{found.method}, as the checkpoint is",
-            found=asked,
-        )
     for option, unwanted, why in _unrestorable(vllm_config, model_config):
         if unwanted:
             return CacheMiss(

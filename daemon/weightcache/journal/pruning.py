@@ -9,6 +9,8 @@ import sqlite3
 from collections.abc import Collection
 from typing import Final
 
+from weightcache.journal.database import transaction
+
 PROBES_KEPT_S: Final = 7 * 86_400
 """Probes are nearly all of a journal (one every ten seconds and slot) and only ever counted: they go after a week."""
 
@@ -63,12 +65,6 @@ def prune(
     ]
     for first in range(0, len(gone), _AT_ONCE):
         batch = [(id_,) for id_ in gone[first : first + _AT_ONCE]]
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(connection):
             connection.executemany("DELETE FROM events WHERE id = ?", batch)
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
     return len(gone)

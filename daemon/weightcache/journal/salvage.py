@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weightcache.journal import snapshots
-from weightcache.journal.database import INSERT_WITH_ID, SELECT, connect
+from weightcache.journal.database import INSERT_WITH_ID, SELECT, connect, transaction
 
 _ID_GAP: Final = 1_000
 """Readers keep their place as an event id, so no id may come twice, not even one of an event that was lost."""
@@ -33,14 +33,13 @@ def salvage(path: Path, floor: int = 0) -> Path:
     _remove(copy)
     target = connect(copy)
     try:
-        target.execute("BEGIN IMMEDIATE")
-        last = floor
-        for row in _readable_rows(path):
-            target.execute(INSERT_WITH_ID, row)
-            last = max(last, row[0])
-        target.execute("DELETE FROM sqlite_sequence WHERE name = 'events'")
-        target.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('events', ?)", (last + _ID_GAP,))
-        target.execute("COMMIT")
+        with transaction(target):
+            last = floor
+            for row in _readable_rows(path):
+                target.execute(INSERT_WITH_ID, row)
+                last = max(last, row[0])
+            target.execute("DELETE FROM sqlite_sequence WHERE name = 'events'")
+            target.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('events', ?)", (last + _ID_GAP,))
         _copy_snapshots(path, target)
     finally:
         target.close()

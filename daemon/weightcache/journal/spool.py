@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from weightcache.journal.boot import boottime_ns
-from weightcache.journal.database import INSERT, Row
+from weightcache.journal.database import INSERT, Row, transaction
 
 _REQUIRED = (0, 1, 2, 3, 8, 9, 10)  # the columns that are not null
 
@@ -65,8 +65,7 @@ class Spool:
             files = [held for path in sorted(self.folder.glob("*.jsonl")) if (held := _hold(stack, path))]
             if not files:
                 return 0
-            connection.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(connection):
                 rows, damaged = [], set()
                 for path, file in files:
                     file.seek(_merged_bytes(connection, path))
@@ -77,11 +76,6 @@ class Spool:
                         damaged.add(path)
                     connection.execute("REPLACE INTO merged VALUES (?, ?)", (path.name, file.tell()))
                 connection.executemany(INSERT, _by_time(rows))
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
             for path, _ in files:
                 if path in damaged:
                     path.rename(path.with_suffix(".damaged"))
