@@ -181,7 +181,7 @@ class Lives:
             self._echo()
         self._next(child)
         if removed := child.litter.clear():  # not before the start that somebody waits for
-            say(f"removed shared memory that {child.name} left behind: {', '.join(removed)}")
+            say(f"removed what {child.name} left behind: {', '.join(removed)}")
         if self._stages is not None:
             self._stop_next()
 

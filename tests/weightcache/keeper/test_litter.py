@@ -1,11 +1,15 @@
-"""Shared memory that killed engines leave behind: what is removed, and everything that is not."""
+"""Shared memory and sockets that killed engines leave behind: what is removed, and everything that is not."""
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import pytest
 from tests.weightcache.keeper import harness
@@ -22,6 +26,15 @@ for path in sys.argv[1:]:
     os.ftruncate(descriptor, 4096)
     globals()[path] = mmap.mmap(descriptor, 4096)
 print("mapped", flush=True)
+input()
+"""
+
+BINDER = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("bound", flush=True)
 input()
 """
 
@@ -57,6 +70,16 @@ def hold(*paths: Path) -> subprocess.Popen[str]:
     assert holder.stdout is not None
     assert holder.stdout.readline() == "mapped\n"
     return holder
+
+
+def bind(path: Path, **options: Any) -> subprocess.Popen[str]:
+    """A process in a session of its own that listens on a socket."""
+    command = [sys.executable, "-c", BINDER, str(path)]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    binder = subprocess.Popen(command, start_new_session=True, **streams, **options)
+    assert binder.stdout is not None
+    assert binder.stdout.readline() == "bound\n"
+    return binder
 
 
 def end(holder: subprocess.Popen[str]) -> None:
@@ -125,15 +148,63 @@ def test_what_nobody_noted_stays(names: list[Path]) -> None:
     assert names[0].exists()
 
 
+def test_a_socket_of_the_dead_is_removed_and_no_other(tmp_path: Path) -> None:
+    ours, theirs, unnoted = (tmp_path / str(uuid4()) for _ in range(3))
+    named = tmp_path / "api.sock"
+    litter = Litter()
+    binder, other, strange = bind(ours), bind(theirs), bind(named)
+    for holder in (binder, strange):
+        litter.note(holder.pid)
+    end(bind(unnoted))
+    for holder in (binder, strange):
+        end(holder)
+    assert litter.clear() == [str(ours)]
+    assert sorted(tmp_path.iterdir()) == sorted([theirs, unnoted, named])
+    end(other)
+
+
+def test_a_socket_that_somebody_else_has_as_well_stays(tmp_path: Path) -> None:
+    path = tmp_path / str(uuid4())
+    litter = Litter()
+    binder = bind(path)
+    litter.note(binder.pid)
+    with socket.socket(socket.AF_UNIX) as theirs:
+        pidfd = os.pidfd_open(binder.pid)
+        listening = next(int(fd) for fd in os.listdir(f"/proc/{binder.pid}/fd") if int(fd) > 2)
+        libc = ctypes.CDLL(None, use_errno=True)
+        taken = libc.syscall(438, pidfd, listening, 0)  # pidfd_getfd(2)
+        assert taken >= 0, os.strerror(ctypes.get_errno())
+        os.close(pidfd)
+        end(binder)
+        assert litter.clear() == []
+        theirs.connect(str(path))
+        os.close(taken)
+
+
+def test_another_socket_of_the_same_name_stays(tmp_path: Path) -> None:
+    path = tmp_path / str(uuid4())
+    litter = Litter()
+    binder = bind(path)
+    litter.note(binder.pid)
+    end(binder)
+    path.rename(tmp_path / "first")  # keeps the inode from being given to the next file
+    end(bind(path))
+    assert litter.clear() == []
+    assert path.is_socket()
+
+
 def test_a_keeper_clears_up_after_a_killed_engine(node: Node, names: list[Path]) -> None:
-    worker = [sys.executable, "-c", HOLDER.replace("input()", "import time; time.sleep(3600)"), str(names[0])]
+    path = node.folder / str(uuid4())
+    both = BINDER.replace("input()", "") + HOLDER.replace("sys.argv[1:]", "sys.argv[2:]")
+    worker = [sys.executable, "-c", both.replace("input()", "import time; time.sleep(3600)"), str(path), str(names[0])]
     leader = f"import subprocess; subprocess.run({worker!r})"
     node.children.append({"name": "a", "role": "engine", "argv": [sys.executable, "-c", leader], "limit": 1})
     keeper = node.start()
     wait_for(names[0].exists, "the engine's worker has mapped it")
     node.kill(wait_for(lambda: node.child("a").get("pid"), "the engine runs"))
     wait_for(lambda: not names[0].exists(), "the keeper has removed it")
-    assert f"removed shared memory that a left behind: {names[0].name}" in node.stop(keeper)[1]
+    assert f"removed what a left behind: {path}, {names[0].name}" in node.stop(keeper)[1]
+    assert not path.exists()
 
 
 def test_who_maps_and_is_killed_at_once_leaves_nothing(names: list[Path]) -> None:
@@ -166,4 +237,4 @@ def test_a_worker_that_is_killed_before_any_tick_leaves_nothing(
     wait_for(lambda: node.child("a").get("segments") == 1, "the keeper has noted it")
     node.kill(int(Path(node.child("a")["output"]).read_text().split()[0]))
     wait_for(lambda: not names[0].exists(), "the keeper has removed it")
-    assert f"removed shared memory that a left behind: {names[0].name}" in node.stop(keeper)[1]
+    assert f"removed what a left behind: {names[0].name}" in node.stop(keeper)[1]
