@@ -200,8 +200,8 @@ def test_a_keeper_clears_up_after_a_killed_engine(node: Node, names: list[Path])
     leader = f"import subprocess; subprocess.run({worker!r})"
     node.children.append({"name": "a", "role": "engine", "argv": [sys.executable, "-c", leader], "limit": 1})
     keeper = node.start()
-    wait_for(names[0].exists, "the engine's worker has mapped it")
-    node.kill(wait_for(lambda: node.child("a").get("pid"), "the engine runs"))
+    wait_for(lambda: node.child("a").get("segments") == 2, "the keeper has noted both")
+    node.kill(node.child("a")["pid"])
     wait_for(lambda: not names[0].exists(), "the keeper has removed it")
     assert f"removed what a left behind: {path}, {names[0].name}" in node.stop(keeper)[1]
     assert not path.exists()
