@@ -5,6 +5,7 @@ from typing import Any
 
 from readmit.gate.problem import Problem
 from readmit.gate.slots import Transition
+from readmit.gate.upload import Upload
 
 
 class Hold:
@@ -36,12 +37,13 @@ class Hold:
         expected, elapsed = facts.get("expected_s"), facts.get("elapsed_s") or 0.0
         return expected is None or expected - elapsed <= self.max_wait_s
 
-    async def wait(self, problem: Problem | None, deadline: float) -> bool:
+    async def wait(self, problem: Problem | None, deadline: float, upload: Upload) -> bool:
         """Wait for a slot to become ready.
 
         Args:
             problem: what the request would be refused with, None where all slots that are ready have failed it.
             deadline: by the event loop's clock.
+            upload: the request's; whose client goes makes room for another one.
 
         Returns:
             Whether it is worth asking again; False at once where waiting makes no sense or the room is full.
@@ -52,6 +54,8 @@ class Hold:
         if problem is not None and (problem.kind != "not-ready" or not self.worth_it(problem.facts)):
             return False
         waiting: asyncio.Future[None] = loop.create_future()
+        leaving = asyncio.create_task(upload.given_up())
+        leaving.add_done_callback(lambda _: waiting.done() or waiting.set_result(None))
         self._waiting.add(waiting)
         try:
             async with asyncio.timeout_at(deadline):
@@ -60,4 +64,6 @@ class Hold:
             return False
         finally:
             self._waiting.discard(waiting)
-        return True
+            leaving.cancel()
+            await asyncio.wait({leaving})  # two must not read the same body
+        return not upload.gone

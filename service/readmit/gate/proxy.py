@@ -71,9 +71,11 @@ class Proxy:
             refusal = self.gate.refusal(trace.trace_id)
             slot = self.gate.choose(tried) if refusal is None else None
             if slot is None:
-                if await self.gate.hold.wait(refusal and refusal.problem, deadline):
+                if await self.gate.hold.wait(refusal and refusal.problem, deadline, upload):
                     tried.clear()
                     continue
+                if upload.gone:
+                    return "client_gone"
                 break
             try:
                 pool = await self.pool(slot)

@@ -35,7 +35,8 @@ class Upload:
         self._scope = scope
         self._first = b""
         self._receive = receive
-        self._gone = False
+        self.gone = False
+        """The client has gone."""
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._more = self.expected
@@ -55,8 +56,7 @@ class Upload:
             return None
         if self._more and not self._kept:
             # Kept also where it may not be repeated: this engine may yet refuse the connection.
-            self._first = await self._next()
-            self._kept.append(self._first)
+            self._kept.append(await self._next())
         return self._chunks() if self._more or len(self._kept) != 1 else self._kept[0]
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -69,15 +69,24 @@ class Upload:
                 yield chunk
 
     async def _next(self) -> bytes:
+        chunk = await self._piece()
+        if chunk is None:
+            await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
+        assert chunk is not None
+        return chunk
+
+    async def _piece(self) -> bytes | None:
+        """What comes next; None when the client has gone."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self._gone = True
+            self.gone = True
             self._read.set()
-            await asyncio.Event().wait()  # until cancelled: an upload must not end as if it were whole
+            return None
         self._more = message.get("more_body", False)
         if not self._more:
             self._came_in()
         chunk: bytes = message.get("body", b"")
+        self._first = self._first or chunk
         return chunk
 
     def _came_in(self) -> None:
@@ -95,5 +104,15 @@ class Upload:
     async def disconnected(self) -> None:
         """Wait until the client has gone."""
         await self._read.wait()
-        while not self._gone:
-            self._gone = (await self._receive())["type"] == "http.disconnect"
+        while not self.gone:
+            self.gone = (await self._receive())["type"] == "http.disconnect"
+
+    async def given_up(self) -> None:
+        """Wait until the client has gone, while no engine is there to take what it sends.
+
+        Its end of the connection comes after its body. Of that no more is read than is kept.
+        """
+        while self._more and sum(map(len, self._kept)) < KEPT_BYTES and not self.gone:
+            if chunk := await self._piece():
+                self._kept.append(chunk)
+        await self.disconnected()

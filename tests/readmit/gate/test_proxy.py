@@ -333,6 +333,23 @@ def test_a_request_may_wait_for_a_slot_but_not_too_many(options: list[str]) -> N
             assert (answer.status_code, answer.json()["body"]) == (201, "body")
 
 
+@pytest.mark.parametrize("body", [b"", b"body", bytes(300_000)], ids=["none", "short", "in pieces"])
+def test_who_goes_while_it_waits_for_a_slot_makes_room_for_another(options: list[str], body: bytes) -> None:
+    port = free_port()
+    gate = Gate("--slot", f"a=http://127.0.0.1:{port}", *options, "--max-wait", "600", "--max-queue", "1")
+    with ending(gate), ThreadPoolExecutor(1) as clients:
+        gate.until_state("starting")
+        head = b"POST /v1/echo HTTP/1.1\r\nHost: gate\r\nContent-Length: %d\r\n\r\n" % len(body)
+        with socket.create_connection(("127.0.0.1", int(gate.url.rpartition(":")[2]))) as leaving:
+            leaving.sendall(head + body)
+            assert httpx.post(f"{gate.url}/v1/echo", timeout=60).status_code == 503, "the room is full"
+        until(lambda: gate.metric('readmit_gate_requests_total{outcome="client_gone"}') == 1, "it to be noticed")
+        waiting = clients.submit(httpx.post, f"{gate.url}/v1/echo", content=body, timeout=60)
+        engine = ScriptedEngine(port)
+        with ending(engine):
+            assert waiting.result(60).status_code == 201
+
+
 def test_who_waits_for_a_slot_is_told_when_the_gate_leaves(options: list[str]) -> None:
     gate = Gate("--slot", f"a=http://127.0.0.1:{free_port()}", *options, "--max-wait", "600")
     with ending(gate), ThreadPoolExecutor(1) as clients:
