@@ -69,7 +69,7 @@ def test_every_option_of_every_command_says_what_it_is_for() -> None:
 
 
 def test_whatever_prints_facts_prints_json_too() -> None:
-    of_people = {"up", "run", "logs", "model", "gate", "cache", "cache serve", "probe", "probe record", "gate override"}
+    of_people = {"up", "run", "logs", "model", "gate", "cache", "cache serve", "probe", "probe record"}
     without = {
         " ".join(words)
         for words, command in commands(_group())

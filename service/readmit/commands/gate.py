@@ -1,5 +1,6 @@
 """``readmit gate``: run the gate, or have it let engines in for a while whatever they answer."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from readmit.commands import application, user
+from readmit.commands import Json, application, user
 from readmit.gate.operator import order
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.where import ConfigOption, Where
@@ -118,6 +119,7 @@ def override_command(
     reason: Annotated[str | None, typer.Option(help="Why, for the journal, /readyz and the page.")] = None,
     lift: Annotated[bool, typer.Option("--lift", help="End it now.")] = False,
     config: ConfigOption = None,
+    as_json: Json = False,
 ) -> None:
     """Let engines that answer in whatever they answer, for a limited time. It ends by itself.
 
@@ -126,14 +128,15 @@ def override_command(
     """
     where, by = Where.find(config), {"user": user()}
     if lift:
-        order(where.runtime_dir, "DELETE", "/api/override", by)
-        typer.echo("the override is lifted")
-        return
-    if ttl is None or reason is None:
+        facts = order(where.runtime_dir, "DELETE", "/api/override", by)
+        told = "the override is lifted"
+    elif ttl is None or reason is None:
         raise typer.BadParameter("an override has a --ttl and a --reason (or --lift ends one)")
-    wanted = {"ttl_s": _seconds(ttl), "reason": reason, **by}
-    answer = order(where.runtime_dir, "POST", "/api/override", wanted)
-    typer.echo(f"engines that answer are let in whatever they answer, for {answer['ttl_s']:g} s")
+    else:
+        wanted = {"ttl_s": _seconds(ttl), "reason": reason, **by}
+        facts = order(where.runtime_dir, "POST", "/api/override", wanted)
+        told = f"engines that answer are let in whatever they answer, for {facts['ttl_s']:g} s"
+    typer.echo(json.dumps(facts) if as_json else told)
 
 
 def _seconds(text: str) -> int:

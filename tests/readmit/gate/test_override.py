@@ -1,5 +1,6 @@
 """Golden answers that do not fit, and the operator who lets engines in all the same."""
 
+import json
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.readmit.forked import forks
 from tests.readmit.gate.harness import Gate, History, ReferenceEngine, ending, probe_file, until
 
 from readmit.gate.operator import order
@@ -62,6 +64,19 @@ def test_an_override_lets_in_says_so_and_ends_by_itself(options: list[str], hist
         assert gate.metric("readmit_gate_override_ends_timestamp_seconds") == 0
         until(lambda: len(overrides(history)) == 2, "the journal to say so")
         assert overrides(history) == [("set", "new model", "ann"), ("lifted", "expired", "ann")]
+
+
+def test_whoever_orders_one_is_told_as_data_where_they_ask_for_it(options: list[str], tmp_path: Path) -> None:
+    env = {**os.environ, "READMIT_RUNTIME": str(tmp_path)}
+    gate = Gate(*options)
+    with ending(gate):
+        begun = forks().readmit("gate", "override", "--ttl", "10m", "--reason", "new model", "--json", env=env)
+        facts = json.loads(begun.stdout)
+        assert (facts["reason"], facts["ttl_s"]) == ("new model", 600)
+        assert facts["ends_s"] == pytest.approx(time.time() + 600, abs=60)
+        lifted = [forks().readmit("gate", "override", "--lift", "--json", env=env) for _ in range(2)]
+        assert json.loads(lifted[0].stdout) == {"lifted": True}
+        assert "No override is in force" in json.loads(lifted[1].stderr)["message"]
 
 
 def test_an_override_outlives_the_gate_that_was_told(options: list[str], history: History, tmp_path: Path) -> None:
