@@ -122,6 +122,14 @@ class Gate:
         return sum(slot.ready and slot.wrong_while_ready > 0 for slot in self.slots) > 1
 
     @property
+    def probes_trouble(self) -> str | None:
+        """What is wrong with the files of golden answers, for people."""
+        if self.probes.error is not None:
+            return str(self.probes.error)
+        kept = (self.probes.outdated(self.chronicle.weights(slot.name)) for slot in self.slots)
+        return next(filter(None, kept), None)
+
+    @property
     def in_flight(self) -> int:
         """Requests that are being passed on."""
         return sum(slot.in_flight for slot in self.slots)
@@ -326,9 +334,13 @@ class Gate:
         self.overrides.resume()
 
     async def _look(self) -> None:
+        told: str | None = None
         while True:
             await asyncio.sleep(LOOK_S)
             self.chronicle.poll()
+            if (trouble := self.probes_trouble) not in (None, told):
+                log.warning("%s", trouble)
+            told = trouble
             if self.overrides.current is not None and not self.overrides.active:
                 self.end_override("expired", self.overrides.current.user)
             for watch in self.watches.values():

@@ -89,8 +89,8 @@ def _explained(
             lines.append(f"  warning: slot {slot.name} gave {count} different requests in a row no first byte")
     if gate.neglect.suspect:
         lines.append("  warning: no slot gives any request a first byte; the requests are doubted, not the engines")
-    if gate.probes.error is not None and told:
-        lines.append(f"  warning: {gate.probes.error}")
+    if told and (trouble := gate.probes_trouble) is not None:
+        lines.append(f"  warning: {trouble}")
     if gate.chronicle.failure is not None and told:
         lines.append(f"  warning: the journal cannot be read: {gate.chronicle.failure}")
     if unknown:

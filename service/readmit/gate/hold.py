@@ -29,8 +29,7 @@ class Hold:
     def dismiss(self) -> None:
         """Have whoever waits ask again: something has changed."""
         for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
+            _wake(waiting)
 
     def worth_it(self, facts: dict[str, Any]) -> bool:
         """Whether the recovery that a refusal tells of may end in time, as far as its history says."""
@@ -55,7 +54,7 @@ class Hold:
             return False
         waiting: asyncio.Future[None] = loop.create_future()
         leaving = asyncio.create_task(upload.given_up())
-        leaving.add_done_callback(lambda _: waiting.done() or waiting.set_result(None))
+        leaving.add_done_callback(lambda _: _wake(waiting))
         self._waiting.add(waiting)
         try:
             async with asyncio.timeout_at(deadline):
@@ -67,3 +66,8 @@ class Hold:
             leaving.cancel()
             await asyncio.wait({leaving})  # two must not read the same body
         return not upload.gone
+
+
+def _wake(waiting: "asyncio.Future[None]") -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -23,7 +23,8 @@ class ProbeFiles:
     """A probe file, or a folder in which every ``*.json`` is one; read again when something has changed.
 
     Slots run on different weights while a model is rolled out; each is asked what was recorded from its own. A file
-    that has become unreadable leaves its last good set in force: a slip of the pen takes nobody out of service.
+    that has become unreadable leaves its last good set in force, and one that was replaced by another model's leaves
+    it in force for its own weights: a slip of the pen takes nobody out of service.
 
     Args:
         path: the file or folder, or None.
@@ -32,6 +33,8 @@ class ProbeFiles:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._read: dict[Path, _Read] = {}
+        self._known: dict[str, ProbeSet] = {}
+        """What was read last of each checkpoint, whether or not a file holds it still."""
 
     @property
     def error(self) -> ConfigError | None:
@@ -44,18 +47,35 @@ class ProbeFiles:
             return []
         paths = sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]
         self._read = {path: _again(path, self._read.get(path, _Read(None, None, None))) for path in paths}
-        return [read.probe_set for read in self._read.values() if read.probe_set is not None]
+        sets = [read.probe_set for read in self._read.values() if read.probe_set is not None]
+        self._known.update({it.checkpoint_digest: it for it in sets if it.checkpoint_digest is not None})
+        return sets
 
     def of(self, weights: Weights) -> ProbeSet | None:
         """The set of these weights. None where there is none, or where too little is known of them to choose.
 
-        Where all there are speak of others, one of those: `staleness` then says how it differs.
+        Where all there are speak of others, the one that spoke of these before, or one of those: `staleness` then says
+        how it differs.
         """
         sets = self.sets()
         fitting = [it for it in sets if staleness(it, weights) is None]
         proven = [it for it in fitting if it.checkpoint_digest == weights.get("checkpoint_digest") is not None]
-        chosen = proven or fitting or sets[:1]
+        chosen = proven or fitting or self._former(weights) or sets[:1]
         return chosen[0] if len(chosen) == 1 else None
+
+    def outdated(self, weights: Weights) -> str | None:
+        """That these weights are asked what no file holds any more, for people; None where that is not so."""
+        if any(staleness(it, weights) is None for it in self.sets()) or not (former := self._former(weights)):
+            return None
+        return (
+            f"no file in {self.path} speaks of checkpoint {former[0].checkpoint_digest} any more, which an engine "
+            "serves; it is asked what was there before, but the next gate would keep it out. Put them back "
+            "(a folder holds those of several models)"
+        )
+
+    def _former(self, weights: Weights) -> list[ProbeSet]:
+        known = self._known.get(weights.get("checkpoint_digest") or "")
+        return [known] if known is not None and staleness(known, weights) is None else []
 
     def why_none(self) -> str:
         """Why `of` gives none, for people."""

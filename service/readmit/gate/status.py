@@ -42,7 +42,7 @@ def report(gate: Gate) -> dict[str, Any]:
             "count": len(probe_set.probes) if probe_set else 0,
             "recorded_at": probe_set and probe_set.recorded_at,
             "checkpoint_digest": probe_set and probe_set.checkpoint_digest,
-            "error": str(gate.probes.error) if gate.probes.error else None,
+            "error": gate.probes_trouble,
             "suspect": gate.probe_set_suspect,
         },
         "journal": {"kept": gate.chronicle.kept, "error": gate.chronicle.failure},

@@ -119,17 +119,49 @@ async def test_weights_are_not_blamed_for_other_golden_answers(
     assert "quarantined" not in caplog.text
 
 
-async def test_golden_answers_of_other_weights_end_it(engine: ScriptedEngine, history: History, tmp_path: Path) -> None:
+async def test_golden_answers_of_other_weights_let_nobody_in(
+    engine: ScriptedEngine, history: History, tmp_path: Path
+) -> None:
     runs_on(history, history.spawned(engine.pid), "g1", "mine")
     path = tmp_path / "probes.json"
-    recorded(path, "capital", "mine")
+    recorded(path, "capital", "another")
     async with gate_of(engine, history, path) as gate:
-        await until_state(gate, "ready", "verified")
-        recorded(path, "capital", "another")
         await until_state(gate, "verifying", "stale_probes")
-        assert not gate.ready
         recorded(path, "capital", "mine")
         await until_state(gate, "ready", "verified")
+
+
+@pytest.mark.parametrize("kept_in", ["file", "folder"])
+async def test_golden_answers_replaced_by_those_of_other_weights_are_asked_on_and_that_is_said(
+    engine: ScriptedEngine, history: History, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept_in: str
+) -> None:
+    runs_on(history, history.spawned(engine.pid), "g1", "mine")
+    probes = tmp_path / "probes"
+    if kept_in == "folder":
+        probes.mkdir()
+    ours, theirs = (probes / "one.json", probes / "two.json") if kept_in == "folder" else (probes, probes)
+    mine = recorded(ours, "capital", "mine")
+    async with app_of(engine, history, probes) as app:
+        gate = app.state.gate
+        await until_state(gate, "ready", "verified")
+        if kept_in == "folder":
+            ours.unlink()
+        recorded(theirs, "capital", "another")
+        while "speaks of checkpoint mine any more" not in caplog.text:  # noqa: ASYNC110 - the gate looks in its own time
+            await asyncio.sleep(0.02)
+        asked = [event for event in history.events("probe") if event.name == "correct"]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gate") as client:
+            assert "warning: no file in" in (await client.get("/readyz?verbose")).text
+            assert "speaks of checkpoint mine any more" in (await client.get("/")).text
+        while len([it for it in history.events("probe") if it.name == "correct"]) < len(asked) + 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert gate.slots[0].lease is not None
+        assert gate.slots[0].lease.probe_set == mine
+        recorded(ours, "capital", "mine")
+        while gate.probes_trouble is not None:  # noqa: ASYNC110 - a file is read
+            await asyncio.sleep(0.02)
+    assert [step for step in history.states() if step[0] == "suspect"] == []
+    assert [step for step in history.states() if step[0] == "ready"] == [("ready", "verified")]
 
 
 async def test_golden_answers_that_may_be_anothers_end_it(
