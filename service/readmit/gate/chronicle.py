@@ -156,25 +156,30 @@ class Chronicle:
         episode = self.episode(slot)
         return None if episode is None else episode.age_s(self.replay.clock.now())
 
-    def expected_s(self, slot: str, foreseen: str | None = None) -> float | None:
+    def expected_s(self, slot: str, foreseen: str | None) -> float | None:
         """How long the open recovery of this slot is going to take, as starts by its path usually do: the median.
 
         What went by before its engine was started counts as it was; how long others took to be noticed does not.
         None without history, and without a recovery: an engine that a new gate only verifies takes no start's length.
 
         Args:
-            foreseen: the path it will take, as far as that is known before the engine says so; else that of the last.
+            foreseen: the path it will take, as far as that is known before the engine says so.
         """
-        episode, past = self.episode(slot), self._recovered(slot)
-        if episode is None or not past:
+        episode = self.episode(slot)
+        if episode is None:
             return None
-        path = episode.path if episode.path != "unknown" else foreseen or past[-1].path
+        path, past = episode.path if episode.path != "unknown" else foreseen, self._recovered(slot)
         alike = [(it.end_ns() - began_ns) / 1e9 for it in past if it.path == path and (began_ns := _begun_ns(it))]
         if not alike:
             return None
         running = episode.attempt is not None and episode.attempt.ended_ns is None
         began_ns = (_begun_ns(episode) if running else None) or self.replay.clock.now()
         return (began_ns - episode.fault_ns) / 1e9 + statistics.median(alike)
+
+    def last_path(self, slot: str) -> str | None:
+        """The path of a slot's latest recovery."""
+        past = self._recovered(slot)
+        return past[-1].path if past else None
 
     def verification_s(self, slot: str) -> float:
         """How long an engine of this slot usually takes to answer all golden questions; 0 without history."""

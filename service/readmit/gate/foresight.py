@@ -17,6 +17,8 @@ from weightcache.protocol import Connection
 from weightcache.version import VERSION
 
 EVERY_S: Final = 5.0
+AWAY: Final = frozenset(("no_daemon", "refused", "timeout", "daemon_died"))
+"""Why nobody answered. A daemon that is restarted holds in a moment what it held before."""
 
 log = logging.getLogger("readmit.gate")
 
@@ -28,6 +30,11 @@ class NextStart(NamedTuple):
     reason: str | None = None
     detail: str | None = None
     message: str = ""
+
+    @property
+    def path(self) -> str | None:
+        """The path of a recovery that begins now, None where that is not known."""
+        return "hit" if self.would_hit else None if self.reason in AWAY else "miss"
 
 
 def foresee(socket: Path, asked: Mapping[int, Fields]) -> NextStart | None:

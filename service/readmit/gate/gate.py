@@ -277,7 +277,14 @@ class Gate:
     def outlook(self, slot: Slot) -> Outlook:
         """What can be said about a slot now."""
         self.chronicle.poll()
-        return Outlook.of(slot, self.watches[slot.name].finding, self.chronicle, self.next_starts.get(slot.name))
+        return Outlook.of(slot, self.watches[slot.name].finding, self.chronicle, self._foreseen_path(slot.name))
+
+    def _foreseen_path(self, slot: str) -> str | None:
+        """By which path a slot would recover: by what the weight cache says, or as the last time where it has no say."""
+        if self.settings.cache_socket is not None and slot not in self.next_starts:
+            return None  # it is being asked
+        next_start = self.next_starts.get(slot)
+        return self.chronicle.last_path(slot) if next_start is None else next_start.path
 
     def not_ready(self, trace_id: str | None = None) -> Problem:
         """The answer while no slot is ready, about the slot that is nearest to it."""

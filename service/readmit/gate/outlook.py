@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from readmit.gate.chronicle import Chronicle
-from readmit.gate.foresight import NextStart
 from readmit.gate.slots import Slot
 from readmit.gate.verifier import Finding
 from weightcache.journal import boottime_ns
@@ -49,9 +48,8 @@ class Outlook:
     message: str
 
     @classmethod
-    def of(cls, slot: Slot, finding: Finding | None, chronicle: Chronicle, next_start: NextStart | None) -> "Outlook":
-        """The outlook for a slot."""
-        foreseen = None if next_start is None else "hit" if next_start.would_hit else "miss"
+    def of(cls, slot: Slot, finding: Finding | None, chronicle: Chronicle, foreseen: str | None) -> "Outlook":
+        """The outlook for a slot whose recovery is ``foreseen`` to take a certain path, None where nobody knows."""
         now = boottime_ns()
         episode, elapsed = chronicle.episode(slot.name), chronicle.elapsed_s(slot.name)
         marked = episode.phase if episode is not None else None

@@ -20,6 +20,7 @@ from tests.readmit.forked import forks
 from readmit.gate import huge_pages
 from readmit.gate.process import Engine
 from readmit.probes import Expectation, Probe, ProbeSet
+from weightcache.episodes import Replay
 from weightcache.journal import Context, Event, Journal, boottime_ns, new_episode_id
 
 T = TypeVar("T")
@@ -173,6 +174,11 @@ class History:
 
     def names(self, kind: str, slot: str = "a") -> list[str]:
         return [event.name for event in self.events(kind, slot)]
+
+    def replayed(self) -> Replay:
+        replay = Replay()
+        replay.catch_up(self.journal)
+        return replay
 
     def states(self, slot: str = "a") -> list[tuple[str, str]]:
         return [(event.name, event.attributes["reason"]) for event in self.events("slot_state", slot)]

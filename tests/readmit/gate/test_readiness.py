@@ -375,6 +375,26 @@ def test_a_gate_that_starts_again_sends_nobody_away_for_long(
         assert gate.client.get("/readyz").headers["retry-after"] == "1", "it need only answer"
 
 
+def test_weights_that_may_be_resident_send_nobody_away_for_a_cold_start(
+    golden: Path, history: History, bystander: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    """The last start was a cold one; now gate, daemon and engine come back together, and nobody says yet what is there."""
+    _recovered(history, 400, ended_ago_s=30)
+    asked = {"model_path": "/m", "tp_rank": 0, "tp_size": 1}
+    where = Context("node", "a", history.replayed().episodes[-1].id, 1, 0)
+    history.journal.append("publish", "published", {"generation": "g", "config": asked}, context=where)
+    history.spawned(bystander.pid)
+    gate = Gate(
+        *("--slot", f"a=http://127.0.0.1:{free_port()}", "--journal", str(history.path), "--probes", str(golden)),
+        *("--cache-socket", str(tmp_path / "cache.sock")),
+    )
+    with ending(gate):
+        gate.until_state("loading", "engine_started")
+        until(lambda: gate.slot()["next_start"], "the cache to be asked")
+        assert gate.slot()["next_start"]["reason"] == "no_daemon"
+        assert gate.client.get("/readyz").headers["retry-after"] == "5"
+
+
 def _recovered(history: History, seconds: float, *, ended_ago_s: float, slot: str = "a") -> None:
     where = Context("node", slot, new_episode_id(), 1)
     began = boottime_ns() - round((seconds + ended_ago_s) * 1e9)
