@@ -153,7 +153,7 @@ class TestFullDisk:
         preamble = f"""
             import errno, json, os, subprocess, sys
             from pathlib import Path
-            from weightcache.journal import Journal
+            from weightcache.journal import Journal, log
             disk = Path({str(tmp_path)!r}) / "disk"
             disk.mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
@@ -177,6 +177,7 @@ class TestFullDisk:
         (said, kept, lost, names_), stderr = self.run(
             tmp_path,
             """
+            log._WAITING_MOST = 100
             journal.append("clock", "before")
             fill()
             for number in range(3000):
@@ -196,6 +197,34 @@ class TestFullDisk:
         assert kept + lost == said, "every event is either in the journal or counted as lost"
         assert stderr.count("takes no events") == 1
 
+    def test_what_does_not_fit_waits_in_memory_and_comes_in_order(self, tmp_path):
+        (names_, waiting, lost), _ = self.run(
+            tmp_path,
+            """
+            journal.append("clock", "before")
+            fill()
+            said = 0
+            while not journal.waiting:
+                said += 1
+                journal.append("probe", "spooled", {"padding": "x" * 200})
+            for name in ("first", "second"):
+                journal.append("slot_state", name)
+            if os.fork() == 0:
+                journal.append("clock", "child")
+                os._exit(len(journal.waiting))
+            waiting = [len(journal.waiting) - 2, os.waitstatus_to_exitcode(os.wait()[1])]
+            (disk / "ballast").unlink()
+            journal._left_alone_until_ns = 0
+            journal.flush()
+            journal.append("clock", "after")
+            names = [event.name for event in journal.events() if event.name != "spooled"]
+            print(json.dumps([names, waiting, journal.lost]))
+            """,
+        )
+        assert names_ == ["before", "first", "second", "after"]
+        assert waiting == [1, 1], "each process says what is its own"
+        assert lost == 0
+
     def test_read_only(self, tmp_path):
         (names_, lost), stderr = self.run(
             tmp_path,
@@ -204,14 +233,13 @@ class TestFullDisk:
             journal.close()
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
             journal.append("clock", "refused")
-            lost = journal.lost
             subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
             journal._left_alone_until_ns = 0
             journal.append("clock", "after")
-            print(json.dumps([[event.name for event in journal.events()], lost]))
+            print(json.dumps([[event.name for event in journal.events()], journal.lost]))
             """,
         )
-        assert (names_, lost) == (["before", "after"], 1)
+        assert (names_, lost) == (["before", "refused", "after"], 0)
         assert "takes no events" in stderr
         assert "Read-only file system" in stderr, "the reason"
         assert "Make room there" in stderr, "and what to do"

@@ -5,8 +5,8 @@ state only shorten that, and tell what pruned events came to. The event that sta
 starts; a death is closed by whoever survives it.
 
 An append waits at most `BUSY_LIMIT_S` for the database and then goes to the process's own spool file beside it, which
-the daemon merges later: telemetry never blocks a recovery. ``synchronous=NORMAL`` survives the death of any process,
-not the loss of power.
+the daemon merges later, or waits in memory while the disk is full: telemetry never blocks a recovery.
+``synchronous=NORMAL`` survives the death of any process, not the loss of power.
 
 What each kind of event carries (``name``; ``attributes``):
 
@@ -23,7 +23,8 @@ lookup            ``hit``, ``miss`` or ``off``; config (every field asked for), 
 publish           ``begin``, ``published``, ``failed``; config (every field), generation, bytes, publisher, reason
 release           ``released``, ``evicted``, ``replaced``, ``lost``; generation, bytes
 lease_open/close  empty; generation, lease, pid
-slot_state        the state entered; previous, reason, pid, start_ticks, generation
+slot_state        the state entered; previous, reason, pid, start_ticks, generation, probe_set (which golden answers
+                  it gave)
 probe             ``correct``, ``wrong``, ``late``, ``error``; seconds, expected, found
 process           ``started``, ``spawned``, ``adopted``, ``readopted``, ``exited``, ``reexecuted`` (a keeper, as another
                   release), ``killed`` (by a drill); process, pid, start_ticks, exit_code, signal, release

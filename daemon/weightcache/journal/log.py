@@ -7,6 +7,7 @@ import sqlite3
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _LEFT_ALONE_S: Final = 1.0
 """How long a database that was busy is left alone: a recovery must not wait `BUSY_LIMIT_S` once for every event."""
 _WAL_LIMIT_BYTES: Final = 4 << 20
+_WAITING_MOST: Final = 1000
+"""Events that wait in memory; about a megabyte, and a busy gate's of ten minutes."""
 _of_parents: Final[list[sqlite3.Connection]] = []
 """Connections that came across a fork. Closing one here would touch locks and files that the parent uses."""
 
@@ -44,8 +47,9 @@ class Journal:
         context: what every event of this process carries unless `append` says otherwise.
         checkpoints: True in the one process (the daemon) that moves the WAL into the database.
 
-    Writing never raises because of storage: what the database does not take in time goes to the spool, and what the
-    spool does not take either is counted in `lost` and said once on stderr.
+    Writing never raises because of storage: what the database does not take in time goes to the spool. What the spool
+    does not take either, because the disk is full, is said once on stderr and waits in memory for the next event that
+    is taken; what is too much for that is counted in `lost`.
     """
 
     def __init__(self, path: Path | None, context: Context | None = None, *, checkpoints: bool = False) -> None:
@@ -53,11 +57,14 @@ class Journal:
         self.context = context or Context.from_environment()
         self.spooled = 0
         self.lost = 0
+        self.waiting: deque[Row] = deque()
+        """What neither database nor spool has taken yet."""
         self._checkpoints = checkpoints
         self._spool = Spool(path.with_name(path.name + ".spool")) if path else None
         self._connection: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
         self._left_alone_until_ns = 0
+        self._complained = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
@@ -247,11 +254,17 @@ class Journal:
 
     def close(self) -> None:
         """Close the connection; the next call opens it again."""
+        self.flush()
         with self._guard():
             self._disconnect()
 
-    def _insert(self, row: Row, *, closes: bool) -> bool:
-        """Whether the database took the row in time."""
+    def flush(self) -> None:
+        """Try again to write what waits in memory."""
+        if self.waiting:
+            self._insert(None, closes=False)
+
+    def _insert(self, row: Row | None, *, closes: bool) -> bool:
+        """Whether the database took the row in time, and all that waited before it."""
         guard = self._guard()
         if boottime_ns() < self._left_alone_until_ns or not guard.acquire(timeout=BUSY_LIMIT_S):
             return False
@@ -261,7 +274,10 @@ class Journal:
             connection = self._connect()
             if closes and self._spool:  # an episode is judged by what stands before its end
                 self._spool.merge(connection)
-            connection.execute(INSERT, row)
+            if self.waiting:
+                self._insert_waiting(connection)
+            if row is not None:
+                connection.execute(INSERT, row)
             return True
         except (sqlite3.Error, ConfigError, OSError):
             self._left_alone_until_ns = boottime_ns() + round(_LEFT_ALONE_S * 1e9)
@@ -269,20 +285,37 @@ class Journal:
         finally:
             guard.release()
 
+    def _insert_waiting(self, connection: sqlite3.Connection) -> None:
+        rows = list(self.waiting)
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.executemany(INSERT, rows)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        for _ in rows:
+            self.waiting.popleft()
+
     def _keep(self, row: Row) -> None:
         assert self._spool is not None
         try:
             self._spool.write(row)
             self.spooled += 1
         except OSError as error:
-            if self.lost == 0:
+            if not self._complained:
+                self._complained = True
                 print(
-                    f"readmit: the journal {self.path} takes no events, nor does its spool: {error}. Recoveries go on "
-                    "without being told. Make room there and the folder writable for this user, or name another "
-                    "journal in READMIT_JOURNAL",
+                    f"readmit: the journal {self.path} takes no events, nor does its spool: {error}. Recoveries go on; "
+                    f"the first {_WAITING_MOST} events of each process wait in its memory, and end with it. Make room "
+                    "there and the folder writable for this user, or name another journal in READMIT_JOURNAL",
                     file=sys.stderr,
                 )
-            self.lost += 1
+            if len(self.waiting) < _WAITING_MOST:
+                self.waiting.append(row)
+            else:
+                self.lost += 1
 
     def _guard(self) -> threading.Lock:
         """The lock of this process: after a fork the parent's may be held by a thread that is not here."""
@@ -290,6 +323,7 @@ class Journal:
             if self._connection is not None:
                 _of_parents.append(self._connection)
             self._connection, self._lock, self._pid = None, threading.Lock(), os.getpid()
+            self.waiting.clear()  # that is for the parent to say
         return self._lock
 
     def _connect(self) -> sqlite3.Connection:

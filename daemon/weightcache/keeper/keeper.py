@@ -100,7 +100,7 @@ class Keeper(Lives):
             if not child.handed:
                 child.ordered = child in retired
                 if child.slot is not None:
-                    child.slot.resume()
+                    child.slot.resume(child.inherited)
             if child in retired and child.inherited is not None and child.inherited.pid is None:
                 child.inherited, child.state = None, "stopped"
             else:
@@ -239,6 +239,7 @@ class Keeper(Lives):
 
     def _tick(self) -> None:
         self._manager.alive()
+        self._journal.flush()
         for child in self.children:
             child.tick()
         if os.getpid() == 1 or self._residents:

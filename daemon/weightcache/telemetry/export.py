@@ -138,9 +138,10 @@ class Telemetry:
         if time.monotonic() >= self._alive_at:
             self._alive_at = time.monotonic() + _ALIVE_EVERY_S
             self._writer.append("clock", "alive")
+        self._writer.flush()
         health = self._health
         health.spool_bytes, health.lost = self._journal.spool_bytes(), self._writer.lost
-        health.degraded = bool(complaint or health.spool_bytes or health.lost)
+        health.degraded = bool(complaint or health.spool_bytes or self._writer.waiting or health.lost)
 
     def close(self) -> None:
         """Take in the last events, hand over what can be handed over in 2 s, and stop serving."""
