@@ -14,6 +14,7 @@ from weightcache.errors import ConfigError
 from weightcache.journal import Context, Event, Journal, boot_id, boottime_ns, new_episode_id
 from weightcache.keeper.console import say
 from weightcache.keeper.spec import ChildSpec
+from weightcache.keeper.state import ChildRecord
 from weightcache.keeper.survey import survey
 from weightcache.process import Exit, Process, oom_counter, oom_kills
 from weightcache.vocabulary import CAUSES
@@ -101,15 +102,16 @@ class Slot:
             )
         return not self._over
 
-    def resume(self) -> None:
-        """Read where the slot stands from the journal."""
+    def resume(self, record: ChildRecord | None = None) -> None:
+        """Read where the slot stands from the journal, and from its predecessor's record what that may not have got."""
         self._merge()
         opened = self._find("kind = 'episode_open'")
         if opened is None:
             return
         self._take_up(opened)
         started = self._find("kind = 'attempt_start' AND episode = ? AND id > ?", self.episode, self._opened_after)
-        self.attempt = started.attempt or 0 if started else 0
+        told = record.attempt if record is not None and record.episode == self.episode else None
+        self.attempt = max(started.attempt or 0 if started else 0, told or 0)
         fault = opened.attributes.get("fault_boottime_ns")
         if fault is not None and opened.attributes.get("cause") in ("crash", "oom_kill"):
             self._faults.append(fault)

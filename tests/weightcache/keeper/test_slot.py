@@ -19,6 +19,7 @@ from weightcache.journal import log as log_module
 from weightcache.keeper import slot as slot_module
 from weightcache.keeper.slot import OomWatch, Slot
 from weightcache.keeper.spec import ChildSpec
+from weightcache.keeper.state import ChildRecord
 from weightcache.process import Exit
 
 KILLED = Exit(None, signal.SIGKILL)
@@ -40,9 +41,9 @@ class Place:
     def die(self, exit_: Exit = KILLED, *, ordered: bool = False) -> None:
         self.slot.exited(self.pid, 1, exit_, boottime_ns(), ordered=ordered)
 
-    def successor(self) -> Slot:
+    def successor(self, record: ChildRecord | None = None) -> Slot:
         slot = Slot(self.spec, self.journal)
-        slot.resume()
+        slot.resume(record)
         return slot
 
     def replay(self) -> Replay:
@@ -68,6 +69,17 @@ def test_pauses_grow_with_each_attempt_and_start_over_after_service(place: Place
     place.slot.ready()
     place.die()
     assert place.slot.backoff_s() == 0.0
+
+
+def test_a_successor_goes_by_its_predecessors_record_where_a_full_disk_kept_the_journal_from_it(place: Place) -> None:
+    place.slot.first_start()
+    place.attempt()
+
+    def record(episode: str | None) -> ChildRecord:
+        return ChildRecord("a", "engine", "running", 102, 1, False, 0, episode, 2)
+
+    assert place.successor(record(place.slot.episode)).context.attempt == 2
+    assert place.successor(record("of another time")).context.attempt == 1
 
 
 @pytest.mark.parametrize("served", [False, True])
