@@ -33,7 +33,15 @@ class _Ahead(NamedTuple):
 
     engine: Engine
     episode: str
-    attempt: int
+    attempt: int | None
+    """None where a full disk kept the journal from the keeper's word of it, and the keeper died."""
+
+
+class Admission(NamedTuple):
+    """An engine that was let in, and the digest of the golden answers that it had given; None where there were none."""
+
+    engine: Engine
+    probe_set: str | None
 
 
 class Chronicle:
@@ -69,9 +77,12 @@ class Chronicle:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chronicle")
         self._closed: dict[str, str] = {}
         """The episode of each slot that this gate closed last; the journal may say so later."""
+        self._told: dict[str, tuple[str | None, int | None]] = {}
+        """The episode and attempt whose engine the following tell of, by slot."""
         self._generations: dict[str, dict[int, str]] = {}
         self._mapped: dict[str, set[str]] = {}
         self._weights: dict[str, dict[str, Any]] = {}
+        self._admitted: dict[str, Admission] = {}
         self._asked = Asked()
 
     @property
@@ -124,16 +135,20 @@ class Chronicle:
 
     def generation(self, slot: str) -> str | None:
         """The weights that a slot's engine mapped or published: one generation, or one a rank joined by ``+``."""
-        ranks = self._generations.get(slot, {}) if self._ahead(slot) is None else {}
+        ranks = self._generations.get(slot, {}) if self._is_told(slot) else {}
         return "+".join(ranks[rank] for rank in sorted(ranks)) or None
 
     def weights(self, slot: str) -> Mapping[str, Any]:
         """What is known of the weights that a slot's engine runs on: fields of its `CacheConfig`."""
-        return self._weights.get(slot, {}) if self._ahead(slot) is None else {}
+        return self._weights.get(slot, {}) if self._is_told(slot) else {}
 
     def mapped(self, slot: str) -> set[str]:
         """The resident generations that a slot's engine mapped, and did not itself load from disk."""
-        return self._mapped.get(slot, set()) if self._ahead(slot) is None else set()
+        return self._mapped.get(slot, set()) if self._is_told(slot) else set()
+
+    def admitted(self, slot: str) -> "Admission | None":
+        """The latest engine of a slot that was let in, by this gate or one before it."""
+        return self._admitted.get(slot)
 
     def context(self, slot: str) -> Context:
         """Where an event of this slot happens: in whatever episode and attempt it is in."""
@@ -296,12 +311,17 @@ class Chronicle:
     def _ahead(self, slot: str) -> _Ahead | None:
         """The living engine that the keeper has written down and the journal does not tell of yet."""
         record, attempt = self._records.of(slot), self._attempt(slot)
-        if record is None or not (record.pid and record.start_ticks and record.episode and record.attempt):
+        if record is None or not (record.pid and record.start_ticks and record.episode):
             return None
         engine = Engine(record.pid, record.start_ticks)
         if attempt is not None and engine == (attempt.pid, attempt.start_ticks):
             return None
         return _Ahead(engine, record.episode, record.attempt) if engine.alive else None
+
+    def _is_told(self, slot: str) -> bool:
+        """Whether the journal tells of the weights of a slot's engine, be it in an episode whose beginning it lost."""
+        ahead = self._ahead(slot)
+        return ahead is None or (ahead.episode, ahead.attempt) == self._told.get(slot)
 
     def _attempt(self, slot: str) -> Attempt | None:
         # An episode that the gate opened itself has no attempt of its own yet: the engine is still the last one's.
@@ -317,7 +337,8 @@ class Chronicle:
             if (outage := self.availability.feed(event, self.replay, change)) is not None:
                 self.outages.append(outage)
             self._asked.learn(event)
-            self._note_generation(event)
+            self._note_weights(event)
+            self._note_admission(event)
         return bool(events)
 
     def _start_of_history(self, slot: str) -> int:
@@ -333,10 +354,17 @@ class Chronicle:
         last = next((word for word in words if word[1] not in ("gate_started", "drain")), None)
         return last == ("draining", "operator_drain")
 
-    def _note_generation(self, event: Event) -> None:
+    def _note_admission(self, event: Event) -> None:
+        facts = event.attributes
+        if event.kind == "slot_state" and event.name == "ready" and event.slot is not None and facts.get("pid"):
+            engine = Engine(facts["pid"], facts["start_ticks"])
+            self._admitted[event.slot] = Admission(engine, facts.get("probe_set"))
+
+    def _note_weights(self, event: Event) -> None:
         if event.slot is None:
             return
         if event.kind == "attempt_start":
+            self._told[event.slot] = event.episode, event.attempt
             self._generations[event.slot], self._mapped[event.slot], self._weights[event.slot] = {}, set(), {}
         elif event.kind in ("lookup", "publish"):
             config = event.attributes.get("config") or {}

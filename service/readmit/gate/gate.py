@@ -280,7 +280,7 @@ class Gate:
         return Outlook.of(slot, self.watches[slot.name].finding, self.chronicle, self._foreseen_path(slot.name))
 
     def _foreseen_path(self, slot: str) -> str | None:
-        """By which path a slot would recover: by what the weight cache says, or as the last time where it has no say."""
+        """By which path a slot would recover: as the weight cache says, or as the last time where it has no say."""
         if self.settings.cache_socket is not None and slot not in self.next_starts:
             return None  # it is being asked
         next_start = self.next_starts.get(slot)
@@ -404,5 +404,5 @@ class Gate:
         if slot.engine is not None:
             facts |= {"pid": slot.engine.pid, "start_ticks": slot.engine.start_ticks}
         if slot.lease is not None:
-            facts |= {"generation": slot.lease.generation}
+            facts |= {"generation": slot.lease.generation, "probe_set": slot.lease.probe_set}
         self.chronicle.write(slot.name, "slot_state", step.state, facts, at_ns=step.at_ns)

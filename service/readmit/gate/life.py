@@ -79,14 +79,17 @@ class Life:
         self._supervised = supervised
         self._means = means
         self._lose = lose
-        self._answered = False
+        admitted = means.chronicle.admitted(slot.name)
+        before = admitted if admitted is not None and admitted.engine == engine else None
+        self._answered = before is not None
+        """It has been let in, perhaps by an earlier gate."""
+        self._right_by = before.probe_set if before is not None else None
+        """The golden answers that it has given, before there may have been others."""
         self._needed = 1
         self._phase_marked = False
         self._hangs = False
         self._excused_ns = 0
         """Until when wrong answers among users' requests are put down to these."""
-        self._reexamined = False
-        """It answered the golden questions that were asked before those that are asked now."""
         self._neglects = False
         """Users wait for it in vain, whatever it says to golden questions; a process does not get over that."""
         self._restarting = False
@@ -164,7 +167,7 @@ class Life:
             self.engine, chronicle.generation(name), None if overridden else finding.probe_set, now, overridden
         )
         self.slot.open(lease)
-        self._answered, self._needed, self._reexamined = True, 1, False
+        self._answered, self._needed, self._right_by = True, 1, lease.probe_set
         if self._phase_marked:
             chronicle.write(name, "phase_end", "semantic_verify", at_ns=now)
             self._phase_marked = False
@@ -191,7 +194,6 @@ class Life:
                 return
             if not lease.overridden and (finding.probe_set != lease.probe_set or finding.result == "stale_probes"):
                 self.slot.revoke("probes_changed")
-                self._reexamined = lease.verified
                 return
             pause = settings.verify_interval_s
             if finding.result in ("correct", "wrong"):
@@ -311,7 +313,10 @@ class Life:
     def _eject(self, reason: str, cause: str) -> None:
         log.warning("taken out of service: %s", reason, extra=self._place)
         self.slot.revoke(reason)
-        self._means.chronicle.open_episode(self.slot.name, cause, self.slot.last_correct_ns)
+        # An earlier gate had its last correct answer, where there is none.
+        known, unanswered = self.slot.last_correct_ns, self._silence.since_ns
+        fault = {"fault_clock": "first_unanswered"} if known is None and unanswered is not None else {}
+        self._means.chronicle.open_episode(self.slot.name, cause, known or unanswered, **fault)
         self._needed = self._means.settings.readmit_after
 
     def _eject_neglectful(self) -> None:
@@ -338,20 +343,23 @@ class Life:
             self._check()
 
     async def _cure_wrong(self) -> None:
-        """Wrong answers from resident weights: quarantine them, so that the engine's next start reads the disk.
+        """Have an engine that answers wrongly restarted, where the next one may do better.
 
-        Weights that came from the disk are left alone: another start would read the same. So are those that gave the
-        right answers until there were other golden ones: more likely it is these that are wrong.
+        Resident weights are quarantined, so that it reads the disk. Where they came from the disk it would read the
+        same again, which helps one whose memory has gone bad: it was right before. One that gave the right answers
+        until there were other golden ones is left alone: more likely it is these that are wrong.
         """
         remedies, chronicle = self._means.remedies, self._means.chronicle
-        mapped = chronicle.mapped(self.slot.name)
-        if not (self._means.settings.cure_wrong and mapped and remedies.can_quarantine) or self._restarting:
+        if not self._means.settings.cure_wrong or self._restarting:
             return
-        if self._reexamined:
+        probe_set = self.finding.probe_set if self.finding is not None else None
+        if self._right_by not in (None, probe_set):
             log.warning("wrong by other golden answers than before: its weights are not blamed", extra=self._place)
             return
+        mapped = chronicle.mapped(self.slot.name) if remedies.can_quarantine else set()
         context = chronicle.context(self.slot.name)
-        if all([await remedies.quarantine(generation, "wrong_answer", context) for generation in mapped]):
+        cured = all([await remedies.quarantine(generation, "wrong_answer", context) for generation in mapped])
+        if cured and (mapped or self._right_by is not None):
             await self._restart("wrong_answer")
 
     async def _port_open(self) -> bool:

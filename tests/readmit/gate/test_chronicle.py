@@ -1,5 +1,7 @@
 """The journal as the gate sees it, also while the database is busy."""
 
+import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +11,12 @@ import pytest
 from tests.readmit.gate.harness import History
 
 from readmit.gate.chronicle import Chronicle
+from readmit.gate.process import Engine
 from readmit.gate.records import Records
 from readmit.gate.slots import Lease
 from weightcache.episodes import Replay
-from weightcache.journal import Context, boottime_ns, new_episode_id
+from weightcache.journal import Context, boot_id, boottime_ns, new_episode_id
+from weightcache.keeper.state import STATE_FILE, ChildRecord
 
 SECOND = 1_000_000_000
 
@@ -23,8 +27,8 @@ def history(tmp_path: Path) -> History:
 
 
 @contextmanager
-def chronicle_of(history: History, *slots: str) -> Iterator[Chronicle]:
-    chronicle = Chronicle(history.path, "node", slots, Records(None))
+def chronicle_of(history: History, *slots: str, records: Records | None = None) -> Iterator[Chronicle]:
+    chronicle = Chronicle(history.path, "node", slots, records or Records(None))
     assert chronicle.rewind()
     try:
         yield chronicle
@@ -128,6 +132,28 @@ def test_what_an_engine_runs_on_is_what_it_asked_for_or_published(history: Histo
         chronicle.poll()
         assert chronicle.weights("a") == {}, "another process, which has not said yet"
         assert chronicle.asked["a"] == {0: published}
+
+
+def test_an_engine_is_known_by_its_keepers_word_where_the_journal_lost_how_it_began(
+    history: History, tmp_path: Path
+) -> None:
+    """A disk was full, and whoever would have told died: neither its episode nor, perhaps, its attempt was written."""
+    engine = Engine.of(os.getpid())
+    assert engine is not None
+    for episode, attempt in ((new_episode_id(), 1), (new_episode_id(), None)):
+        record = ChildRecord("a", "engine", "running", *engine, False, 0, episode, attempt)
+        data = {"pid": 1, "boot_id": boot_id(), "node": "node", "children": [record._asdict()]}
+        (tmp_path / STATE_FILE).write_text(json.dumps(data))
+        where = Context("node", "a", episode, attempt)
+        with chronicle_of(history, "a", records=Records(tmp_path)) as chronicle:
+            assert chronicle.engine("a") == engine
+            assert chronicle.generation("a") is None
+            history.journal.append("attempt_start", "", {}, context=where)
+            facts = {"generation": "g", "config": {"checkpoint_digest": "abc"}}
+            history.journal.append("lookup", "hit", facts, context=where._replace(rank=0))
+            chronicle.poll()
+            assert (chronicle.generation("a"), chronicle.mapped("a")) == ("g", {"g"})
+            assert chronicle.weights("a") == {"checkpoint_digest": "abc"}
 
 
 def test_what_a_recovery_takes_is_expected_by_the_path_that_is_foreseen(history: History) -> None:

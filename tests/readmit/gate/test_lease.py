@@ -119,6 +119,20 @@ async def test_weights_are_not_blamed_for_other_golden_answers(
     assert "quarantined" not in caplog.text
 
 
+async def test_weights_are_not_blamed_where_the_golden_answers_have_changed_since_another_gate_asked(
+    engine: ScriptedEngine, history: History, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs_on(history, history.spawned(engine.pid), "g1", "mine")
+    path = probe_file(tmp_path / "probes.json")
+    async with gate_of(engine, history, path) as gate:
+        await until_state(gate, "ready", "verified")
+    probe_file(path, " London")
+    async with app_of(engine, history, path, cache_socket=tmp_path / "no.sock"):
+        while "weights are not blamed" not in caplog.text:  # noqa: ASYNC110 - the gate asks in its own time
+            await asyncio.sleep(0.02)
+    assert "quarantined" not in caplog.text
+
+
 async def test_golden_answers_of_other_weights_let_nobody_in(
     engine: ScriptedEngine, history: History, tmp_path: Path
 ) -> None:

@@ -55,6 +55,34 @@ def test_a_hang_is_ended_by_the_keeper_within_the_same_episode(node: Node) -> No
     assert hang.attempt.pid == node.child("a")["pid"]
 
 
+def test_a_hang_is_one_for_the_next_gate_too(node: Node) -> None:
+    pid, gate = node.child("a")["pid"], node.child("gate")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(gate, signal.SIGKILL)
+    until(lambda: node.child("a")["pid"] not in (None, pid), "the keeper to replace the engine")
+    node.until_ready()
+    until(lambda: node.replay().slots["a"].episode is None, "the episode to be closed")
+    hang = node.replay().episodes[-1]
+    assert (hang.cause, hang.fault_clock, hang.outcome) == ("hang", "first_unanswered", "ready")
+
+
+@pytest.mark.parametrize("gate_dies", [False, True], ids=["", "after the gate"])
+def test_an_engine_whose_own_weights_have_gone_bad_is_restarted(node: Node, tensor: bytes, gate_dies: bool) -> None:
+    """They came from the disk, and it was right before: another start reads them right."""
+    pid = node.child("a")["pid"]
+    Damage(pid, tensor).set()
+    if gate_dies:
+        os.kill(node.child("gate")["pid"], signal.SIGKILL)
+    else:  # the last slot is not ejected: its engine is asked anew where something else ends its readiness
+        node.readmit("drain", "a", "--force")
+        node.readmit("drain", "a", "--undo")
+    until(lambda: node.child("a")["pid"] not in (None, pid), "the keeper to replace the engine")
+    node.until_ready()
+    until(lambda: node.replay().slots["a"].episode is None, "the episode to be closed")
+    bad = node.replay().episodes[-1]
+    assert (bad.cause, bad.outcome, bad.path, bad.verified) == ("wrong_answer", "ready", "off", True)
+
+
 def test_nobody_is_refused_while_a_killed_gate_comes_back(node: Node) -> None:
     known = len(node.replay().episodes), node.history.names("slot_state").count("ready")
     refused: list[Exception] = []

@@ -378,7 +378,7 @@ def test_a_gate_that_starts_again_sends_nobody_away_for_long(
 def test_weights_that_may_be_resident_send_nobody_away_for_a_cold_start(
     golden: Path, history: History, bystander: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    """The last start was a cold one; now gate, daemon and engine come back together, and nobody says yet what is there."""
+    """The last start was a cold one; now gate, daemon and engine come back together: nobody says yet what is there."""
     _recovered(history, 400, ended_ago_s=30)
     asked = {"model_path": "/m", "tp_rank": 0, "tp_size": 1}
     where = Context("node", "a", history.replayed().episodes[-1].id, 1, 0)
