@@ -1,8 +1,8 @@
 """Two clocks that run beside the episodes: how long each slot was not ready, and how long no slot was.
 
 A slot's clock stops while it is stopped on purpose: its engine has ended and nobody opened an episode for that, or its
-episode was abandoned because of that, or the keeper was told to end. After any other abandoned episode it goes on:
-nobody is recovering, and the slot is still not ready.
+episode was abandoned because of that. After any other abandoned episode it goes on, since nobody is recovering and the
+slot is still not ready, until the slot is stopped on purpose as well, or its keeper is told to end.
 
 Time without readiness burns the budget for faults, except in a planned recovery until its deadline.
 
@@ -109,9 +109,9 @@ class Availability:
         elif event.slot in self.slots and self._lost_engine(event, replay.boot, at_ns):
             # On purpose, unless an episode opens for it; that comes next, and counts from the same moment.
             ended = self._enter(event.slot, "stopped", at_ns) or ended
-        elif _is_orderly_end(event) and event.boot_id == replay.boot:
-            for name, readiness in list(self.slots.items()):
-                if readiness.state == "unready" and replay.slots[name].episode is None:  # given up before
+        elif (ending := self._ending(event)) and event.boot_id == replay.boot:
+            for name in ending:
+                if self.slots[name].state == "unready" and replay.slots[name].episode is None:  # given up before
                     ended = self._enter(name, "stopped", at_ns) or ended
         elif event.kind == "lookup" and event.slot is not None:
             episode = replay.slots[event.slot].episode
@@ -131,6 +131,15 @@ class Availability:
         is_exit = event.kind == "process" and event.name == "exited" and event.attributes.get("process") == "engine"
         readiness = self.slots[event.slot or ""]
         return is_exit and readiness.state == "ready" and event.boot_id == boot and at_ns >= readiness.since_ns
+
+    def _ending(self, event: Event) -> list[str]:
+        """The slots that are meant no more after an event: stopped on purpose, themselves or with their keeper."""
+        match event.kind, event.name, event.attributes.get("process"):
+            case "process", "stopped", "engine" if event.slot in self.slots:
+                return [event.slot]
+            case "process", "exited", "keeper" if event.attributes.get("exit_code") == 0:
+                return list(self.slots)
+        return []
 
     def _was_ready(self, opened: Episode) -> bool:
         """Whether a recovery's fault ended readiness; a crash is told of as the engine's exit first."""
@@ -160,12 +169,6 @@ class Availability:
             ended, self.outage = Outage(self.outage.begin_ns, max(at_ns, self.outage.begin_ns)), None
             return ended
         return None
-
-
-def _is_orderly_end(event: Event) -> bool:
-    """Whether a keeper has ended because it was told to."""
-    is_exit = event.kind == "process" and event.name == "exited" and event.attributes.get("process") == "keeper"
-    return is_exit and event.attributes.get("exit_code") == 0
 
 
 _NEVER = Readiness()

@@ -196,6 +196,10 @@ WITH exits AS (
   WHERE e.kind = 'process' AND e.name = 'exited' AND json_extract(e.attributes, '$.process') = 'keeper'
     AND json_extract(e.attributes, '$.exit_code') = 0 AND o.outcome != 'ready' AND NOT o.stopped
     AND e.id > o.closed_id AND e.id < coalesce(o.next_opened_id, 9e18)
+  UNION ALL  -- a slot that was stopped on purpose, after such a recovery
+  SELECT o.node, o.slot, e.id, e.at_ns, e.at_ns, 'stopped', 0 FROM e JOIN episodes o ON (o.node, o.slot) = (e.node, e.slot)
+  WHERE e.kind = 'process' AND e.name = 'stopped' AND o.outcome != 'ready' AND NOT o.stopped
+    AND e.id > o.closed_id AND e.id < coalesce(o.next_opened_id, 9e18)
 )
 SELECT node, slot, id, max(at_ns) OVER (PARTITION BY node, slot ORDER BY id) AS at_ns, known_ns, state, grace_ns
 FROM found;

@@ -58,6 +58,9 @@ whole days before what is examined nothing happens."""
 GIVEN_UP: Final = {"ranks": (10, 35)}
 """On these days it begins as well, and is left when its keeper has given up: nobody came to restart the engine."""
 GIVEN_UP_AFTER_S: Final = 108
+STOPPED: Final = {"ranks": (10,)}
+"""On these of them the slot is stopped on purpose an hour later."""
+STOPPED_AFTER_S: Final = 3600
 CUT: Final = {"ranks": 96}
 """It begins once more so many seconds before the end."""
 
@@ -92,6 +95,8 @@ class Past:
             shifted = [event for row in rows if (event := self._shifted(row, turn, shift)).wall_ns < end]
             self.spans.append(Span(shifted[0].wall_ns, shifted[-1].wall_ns))
             self.events += shifted
+            if self.days - (END_S - begin) // DAY_S in STOPPED.get(self.node, ()):
+                self.events.append(self._stopped(shifted[-1], begin + STOPPED_AFTER_S))
             if len(shifted) == len(rows) and self.spans[-1].end <= END_S * SECOND:
                 self.examined = self.spans[-1]
         self.events = [event._replace(id=number) for number, event in enumerate(self.events, 1)]
@@ -105,6 +110,12 @@ class Past:
                 yield begin, GIVEN_UP_AFTER_S if day in given_up else DAY_S
         if self.node in CUT:
             yield END_S - CUT[self.node], DAY_S
+
+    def _stopped(self, last: Event, at_s: int) -> Event:
+        at_ns = at_s * SECOND
+        times = {"boottime_ns": last.boottime_ns + at_ns - last.wall_ns, "wall_ns": at_ns}
+        what = {"kind": "process", "name": "stopped", "attributes": {"process": "engine"}}
+        return last._replace(episode=None, attempt=None, rank=None, slot="a", **times, **what)
 
     def _shifted(self, row: list[Any], turn: int, shift: int) -> Event:
         boot, boottime, wall, _, slot, episode, attempt, rank, kind, name, facts = row

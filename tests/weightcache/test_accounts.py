@@ -115,6 +115,9 @@ class TestWholeEvents:
             assert books("readmit_slot_ready", slot="a") == 0
             assert books("readmit_recovery_started_timestamp_seconds", slot="a") == 0
             assert books("readmit_budget_burned_seconds_total", slot="a") == (100 if wanted else 30)
+        books.tell(Story(episode=None).say(200, "process", "stopped", process="engine"), now=300)
+        assert books("readmit_slot_wanted", slot="a") == 0, "given up, and then stopped on purpose"
+        assert books("readmit_budget_burned_seconds_total", slot="a") == 200
 
     def test_they_leave_after_90_days(self):
         books = Books().tell(miss(700), now=90 * 86_400)

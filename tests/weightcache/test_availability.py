@@ -75,6 +75,25 @@ def test_a_node_stopped_after_its_keeper_gave_a_slot_up_is_not_observed(exit_cod
     assert slot.burned_s(at(900)) == slot.observed_s(at(900)) == observed_s
 
 
+def test_a_slot_stopped_on_purpose_after_it_was_given_up_is_not_observed_until_it_starts_again():
+    given_up = Story().open(0).close(60, "abandoned", reason="restarts_exhausted")
+    stopped = Story(episode=None).say(300, "process", "stopped", process="engine")
+    slot = watch(given_up, stopped)[0].slots["a"]
+    assert slot.burned_s(at(900)) == slot.observed_s(at(900)) == 300
+    again = Story(episode="2" * 32).open(1000, "config_change").close(1010)
+    slot = watch(given_up, stopped, again)[0].slots["a"]
+    assert (slot.state, slot.burned_s(at(1100)), slot.observed_s(at(1100))) == ("ready", 300, 400)
+
+
+@pytest.mark.parametrize("slot", ["a", "b", "c"])
+def test_a_word_that_a_slot_is_stopped_stops_no_other_and_none_that_recovers(slot):
+    given_up = Story(slot="b", episode="2" * 32).open(0).close(60, "abandoned", reason="restarts_exhausted")
+    stopped = Story(slot=slot, episode=None).say(300, "process", "stopped", process="engine")
+    slots = watch(Story(slot="a", episode="1" * 32).open(0), given_up, stopped)[0].slots
+    assert slots["a"].state == "unready"
+    assert slots["b"].state == ("stopped" if slot == "b" else "unready")
+
+
 def test_a_standby_makes_the_outage_short_and_the_recovery_no_shorter():
     availability, outages = watch(
         Story(slot="a", episode="1" * 32).open(0).close(30),

@@ -27,7 +27,8 @@ slot_state        the state entered; previous, reason, pid, start_ticks, generat
                   it gave)
 probe             ``correct``, ``wrong``, ``late``, ``error``; seconds, expected, found
 process           ``started``, ``spawned``, ``adopted``, ``readopted``, ``exited``, ``reexecuted`` (a keeper, as another
-                  release), ``killed`` (by a drill); process, pid, start_ticks, exit_code, signal, release
+                  release), ``killed`` (by a drill), ``stopped`` (on purpose, the slot of an engine that was given up);
+                  process, pid, start_ticks, exit_code, signal, release
 quarantine        ``set`` or ``lifted``; generation, reason
 override          ``set`` or ``lifted``; reason, ttl_s, user
 clock             ``alive``: the daemon runs. The last event of a boot is its last sign of life

@@ -19,7 +19,7 @@ from weightcache.keeper.fdstore import remove_dead_socket
 from weightcache.keeper.handover import Handover
 from weightcache.keeper.lives import Lives, facts_of
 from weightcache.keeper.segment_watch import SegmentWatch
-from weightcache.keeper.slot import ORDERED_CAUSES
+from weightcache.keeper.slot import ORDERED_CAUSES, Slot
 from weightcache.keeper.spec import ChildSpec, KeeperSpec
 from weightcache.keeper.succession import Succession
 from weightcache.process import Process, reap_strangers
@@ -107,10 +107,13 @@ class Keeper(Lives):
                 self._resume(child)
         for child in retired:
             if child.slot is not None:
-                child.slot.abandon("stopped")
+                child.slot.stop()
             if child.process is not None:
                 child.ordered = False
                 self._end(child, resumes=False)
+        for record in records:
+            if record.name not in known and record.role == "engine":  # it has no process: given up, or stopped
+                Slot(ChildSpec(record.name, record.role, ("true",)), self._journal).stop()
         if handover is not None:
             handover.let_go(handover.children.keys() - known.keys())
             self._save()
@@ -203,7 +206,7 @@ class Keeper(Lives):
             case {"stop": str(name)}:
                 child = self._named(name)
                 if child.slot is not None:
-                    child.slot.abandon("stopped")
+                    child.slot.stop()
                 self._end(child, resumes=False)
                 return {"ok": True}
         raise ValueError('a request is {"status": true}, {"restart": NAME, "cause": CAUSE} or {"stop": NAME or true}')

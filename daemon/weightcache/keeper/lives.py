@@ -190,6 +190,8 @@ class Lives:
         slot = child.slot
         if self._stages is not None or (child.ordered and not child.resumes):
             child.state = "stopped"
+            if slot is not None:
+                slot.stop()  # once more: the gate may have found a fault while its engine was ending
         elif child.ordered:
             if slot is not None:
                 slot.end("detect")

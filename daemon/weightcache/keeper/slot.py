@@ -151,7 +151,7 @@ class Slot:
         else:
             last = self._find("kind = 'process'")
             # Started in an earlier boot and never seen to end: what ended it was the end of that boot.
-            rebooted = last is not None and last.boot_id != boot_id() and last.name != "exited"
+            rebooted = last is not None and last.boot_id != boot_id() and last.name not in ("exited", "stopped")
             lost_ns = self._boot_lost_ns() if rebooted else None
         if rebooted and lost_ns is not None:
             self._open("node_reboot", None, "last_event", fault_wall_ns=lost_ns)
@@ -270,6 +270,15 @@ class Slot:
         if self.is_open:
             self._end_attempt("abandoned", reason=reason)
             self._close("abandoned", reason=reason)
+
+    def stop(self) -> None:
+        """The slot is stopped on purpose: end what is open, or say that it is meant no more where it was given up."""
+        self.abandon("stopped")
+        said = "(kind = 'episode_close' OR (kind = 'process' AND name = 'stopped'))"
+        last = self._find(said)
+        if last is not None and last.name == "abandoned" and last.attributes.get("reason") != "stopped":
+            where = Context(self._journal.context.node, self.spec.name)
+            self._journal.append("process", "stopped", {"process": "engine"}, context=where)
 
     def _take_up(self, opened: Event) -> None:
         self.episode, self.attempt = opened.episode, 0

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.weightcache.keeper.harness import Node, alive, wait_for
 
+from weightcache.journal import Context, boottime_ns, new_episode_id
+
 
 def story(node: Node, slot: str = "a") -> list[tuple[str, str, int | None]]:
     return [(event.kind, event.name, event.attempt) for event in node.events("WHERE slot = ? ORDER BY id", slot)]
@@ -108,6 +110,32 @@ def test_a_slot_that_was_given_up_starts_anew_when_told(node: Node) -> None:
     assert node.order("a", "config_change")["ok"]
     wait_for(lambda: len(node.events("WHERE kind = 'episode_close'")) == 2)
     assert [episode.cause for episode in node.replay().episodes] == ["first_start", "config_change"]
+
+
+def test_a_slot_that_was_given_up_and_then_stopped_on_purpose_is_meant_no_more(node: Node) -> None:
+    node.add("a", "a", "crash", limit=1)
+    node.start()
+    wait_for(lambda: node.child("a").get("state") == "failed")
+    for _ in range(2):
+        node.ask({"stop": "a"})
+        wait_for(lambda: node.child("a")["state"] == "stopped")
+    (stopped,) = node.events("WHERE kind = 'process' AND name = 'stopped'")
+    assert (stopped.slot, stopped.episode, stopped.attributes) == ("a", None, {"process": "engine"})
+
+
+def test_a_fault_found_while_its_engine_was_ending_on_purpose_is_ended_as_well(node: Node) -> None:
+    node.add("a", "a", "stubborn", stop_s=1000)
+    node.options["closes_episodes"] = True
+    node.start()
+    pid = node.ready_pid("a")
+    node.ask({"stop": "a"})
+    wait_for(lambda: node.child("a")["state"] == "ending")
+    gate = Context("n", "a", new_episode_id())
+    node.journal.append("episode_open", "hang", {"cause": "hang", "fault_boottime_ns": boottime_ns()}, context=gate)
+    node.kill(pid)
+    wait_for(lambda: node.child("a")["state"] == "stopped")
+    last = node.replay().episodes[-1]
+    assert (last.id, last.outcome, last.stopped) == (gate.episode, "abandoned", True)
 
 
 def test_a_program_that_is_gone_is_named(node: Node) -> None:

@@ -211,6 +211,19 @@ def test_a_pause_goes_on_and_a_given_up_slot_stays_so(node: Node) -> None:
     node.report("b", 2)
 
 
+def test_a_slot_that_was_given_up_and_then_taken_out_is_meant_no_more(node: Node) -> None:
+    node.add("a", "a")
+    node.add("b", "b", "bad-settings")
+    node.start()
+    wait_for(lambda: node.child("b").get("state") == "failed")
+    del node.children[1]
+    node.spec()
+    reexec(node)
+    assert node.child("b") == {}
+    (stopped,) = node.events("WHERE kind = 'process' AND name = 'stopped'")
+    assert stopped.slot == "b"
+
+
 def test_who_is_ending_is_waited_for_and_an_end_in_between_wins(node: Node) -> None:
     node.add("a", "a", "stubborn", stop_s=1000)
     keeper = node.start()

@@ -230,6 +230,21 @@ def test_only_an_engine_that_never_ended_was_ended_by_the_reboot(
     assert [it.cause for it in place.replay().episodes] == ["first_start", cause]
 
 
+def test_a_slot_that_was_given_up_and_stopped_was_not_ended_by_the_reboot(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.slot.first_start()
+    place.attempt()
+    place.slot.spawned(SimpleNamespace(pid=os.getpid(), start_ticks=1))  # type: ignore[arg-type]
+    place.die(Exit(os.EX_CONFIG, None))
+    place.slot.abandon("configuration")
+    place.slot.stop()
+    assert place.journal.events()[-1].name == "stopped"
+    reboot(monkeypatch)
+    place.successor().first_start()
+    assert [it.cause for it in place.replay().episodes] == ["first_start", "first_start"]
+
+
 def test_an_episode_does_not_span_a_reboot(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.slot.first_start()
     place.attempt()
