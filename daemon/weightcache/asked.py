@@ -6,11 +6,17 @@ from typing import Any
 from weightcache.journal import Event
 
 Fields = Mapping[str, Any]
-"""A `CacheConfig` as plain data."""
+"""A `CacheConfig` as plain data, and ``device``, the UUID of the GPU it is for, where that is known."""
+
+
+def question(fields: Fields) -> tuple[dict[str, Any], str | None]:
+    """The `CacheConfig` alone, and the device."""
+    config = dict(fields)
+    return config, config.pop("device", None)
 
 
 class Asked:
-    """The `CacheConfig` of each rank of each slot whose engine uses the cache, kept up to date event by event.
+    """The `Fields` of each rank of each slot whose engine uses the cache, kept up to date event by event.
 
     ``slots`` is replaced, never changed: other threads may read it.
     """
@@ -30,7 +36,10 @@ class Asked:
         if event.name == "off":
             ranks = {}
         elif config:
-            fields = {**ranks.get(rank, {}), **config} if event.kind == "publish" else config
+            device = event.attributes.get("device")
+            fields = {**config, "device": device} if device else config
+            if event.kind == "publish":
+                fields = {**ranks.get(rank, {}), **fields}
             ranks = {it: each for it, each in ranks.items() if _sizes(each) == _sizes(fields)} | {rank: fields}
         if ranks == self.slots.get(event.slot, {}):
             return False

@@ -1,6 +1,7 @@
 """One attach, step by step: connect, match, map, verify, bind, buffers. Each is a part of ``load_weights``."""
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,15 @@ class Attachment:
         self.outcome = Outcome(path="off" if mode == "off" else "miss", mode=mode)
         self.connection: Connection | None = None
 
+    @functools.cached_property
+    def gpu(self) -> str | None:
+        """UUID of the GPU that will compute with the weights; None on the CPU."""
+        if self.config.device_capability is None:
+            return None
+        from weightcache import device
+
+        return device.uuid(self.device)
+
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time and journal a part of ``load_weights``."""
@@ -125,7 +135,10 @@ class Attachment:
         """
         connection = self.connect()
         with self.part("match"):
-            generation, descriptors = _ask_for(connection, self.config, wait_s, progress)
+            request = messages.Attach(config=self.config.to_dict(), wait_s=wait_s, device=self.gpu)
+            replies = connection.ask_for_all(request, timeout_s=wait_s + 10.0)
+            self._prepare()  # while daemon and keeper see to the lease
+            generation, descriptors = _attached(replies, progress)
         try:
             with garbage_collection_off():
                 self._bind(generation, descriptors)
@@ -140,6 +153,13 @@ class Attachment:
     def adopt(self, generation: str, packed: Packed) -> None:
         """Replace the model's private weights by what was just published, so that there is one copy of them."""
         self._place(generation, packed.manifest, packed.descriptors[1:])
+
+    def _prepare(self) -> None:
+        """What a GPU's first mapping needs besides the weights."""
+        if self.config.device_capability is not None:
+            from weightcache.arena.cuda_vmm import prepare
+
+            prepare(self.device)
 
     def _bind(self, generation: str, descriptors: list[int]) -> None:
         if not descriptors:
@@ -241,11 +261,8 @@ class Verification:
             )
 
 
-def _ask_for(
-    connection: Connection, config: CacheConfig, wait_s: float, progress: Progress | None
-) -> tuple[str, list[int]]:
-    request = messages.Attach(config=config.to_dict(), wait_s=wait_s)
-    for reply, descriptors in connection.ask_for_all(request, timeout_s=wait_s + 10.0):
+def _attached(replies: Iterator[tuple[messages.Reply, list[int]]], progress: Progress | None) -> tuple[str, list[int]]:
+    for reply, descriptors in replies:
         if isinstance(reply, messages.Attached):
             return reply.generation, descriptors
         if not isinstance(reply, messages.Loading):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import torch
 from torch import nn
 
 from weightcache import memory, messages, paths
@@ -102,7 +103,13 @@ def attach(
     if mode == "off":
         return attachment.load_privately(load)
     recovery = _Recovery(attachment, load, check, load_bytes, policies, wait_s, progress, origin)
-    return recovery.run(load_command, detach, barred)
+    with _on(device):
+        return recovery.run(load_command, detach, barred)
+
+
+def _on(device: int | None) -> contextlib.AbstractContextManager[object]:
+    """Whose context, and so whose kernels and streams, the driver's calls are for."""
+    return contextlib.nullcontext() if device is None or not torch.cuda.is_available() else torch.cuda.device(device)
 
 
 class _Recovery:
@@ -138,12 +145,11 @@ class _Recovery:
                     raise barred
                 if self.outcome.mode == "daemon":
                     ensure_daemon(self.attachment.socket, self.attachment.journal, detach=detach)
-                self._prepare()
                 self.attachment.map(0.0, None)
             except CacheMiss as miss:
                 # What was mapped is held by the frames of the error: it must go before another copy is made.
                 traceback.clear_frames(miss.__traceback__)
-                self._miss(self._without_export() or miss, load_command)
+                self._miss(miss if barred else self._without_export() or miss, load_command)
             else:
                 self.outcome.path = "hit"
                 facts = {"mode": self.outcome.mode, "generation": self.outcome.generation, "bytes": self.outcome.bytes}
@@ -156,8 +162,9 @@ class _Recovery:
     def _count(self, result: str, facts: Mapping[str, object]) -> None:
         """Journal what this attach came to, once."""
         if not self._counted:
+            device = {"device": self.attachment.gpu} if self.attachment.gpu else {}
             config = self.attachment.config.to_dict()
-            self.attachment.journal.append("lookup", result, {**facts, "config": config})
+            self.attachment.journal.append("lookup", result, {**facts, **device, "config": config})
         self._counted = True
 
     def _count_miss(self, miss: CacheMiss, policy: str) -> None:
@@ -262,7 +269,8 @@ class _Recovery:
         attachment = self.attachment
         try:
             self._require_export(prove=True)
-            request = messages.Claim(config=attachment.config.to_dict(), bytes=self.load_bytes, replace=replace)
+            asked = attachment.config.to_dict()
+            request = messages.Claim(config=asked, bytes=self.load_bytes, replace=replace, device=attachment.gpu)
             attachment.connect().ask(request, messages.Claimed)
         except CacheMiss as refused:
             return refused
@@ -305,13 +313,6 @@ class _Recovery:
         except CacheMiss as found:
             return found
         return None
-
-    def _prepare(self) -> None:
-        """Let what a GPU's first mapping needs come while the daemon is asked."""
-        if self._on_gpu:
-            from weightcache.arena.cuda_vmm import prepare
-
-            prepare(self.attachment.device)
 
     def _loading(self, claimed: bool) -> contextlib.AbstractContextManager[None]:
         """What a load happens in whose weights will move to an arena."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from weightcache.arena.cuda_driver import Driver, nvidia
+from weightcache.arena.cuda_driver import Driver, DriverError, nvidia
 from weightcache.errors import WeightCacheError
 from weightcache.memory import Available
 
@@ -47,6 +47,16 @@ def describe(ordinal: int, driver: Driver | None = None) -> Device:
     driver = driver or nvidia()
     major, minor = driver.capability(ordinal)
     return Device(ordinal, driver.uuid(ordinal), f"sm_{major}{minor}", driver.version)
+
+
+def uuid(ordinal: int | None = None) -> str | None:
+    """UUID of the GPU with this ordinal, torch's current one if None; None without a GPU or a driver to ask."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return nvidia().uuid(torch.cuda.current_device() if ordinal is None else ordinal)
+    except DriverError:  # whoever maps or publishes meets the same, and raises it
+        return None
 
 
 def available(ordinal: int | None = None, driver: Driver | None = None) -> Available:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from weightcache import identity
-from weightcache.asked import Asked, Fields
+from weightcache.asked import Asked, Fields, question
 from weightcache.checkpoint import Folder
 from weightcache.errors import CacheMiss, CheckpointError, ConfigError
 from weightcache.journal import Event
@@ -110,7 +110,7 @@ class Forecast:
     def _verdict(self, ranks: Mapping[int, Fields]) -> Verdict:
         for rank in sorted(ranks):
             try:
-                self._registry.find(ranks[rank])
+                self._registry.find(*question(ranks[rank]))
             except CacheMiss as miss:
                 return Verdict(False, miss.reason, miss.detail or "", str(miss))
         return Verdict(True)

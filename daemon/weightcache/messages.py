@@ -53,10 +53,14 @@ class Welcome(_Message, tag="welcome"):
 
 
 class Attach(_Message, tag="attach"):
-    """Map the weights of this identity. ``config`` holds the fields of a `CacheConfig`; one unknown here is a miss."""
+    """Map the weights of this identity. ``config`` holds the fields of a `CacheConfig`; one unknown here is a miss.
+
+    ``device`` is the UUID of the GPU that will compute with them, which nothing on another one is of use to.
+    """
 
     config: dict[str, Any]
     wait_s: Seconds = 0.0
+    device: Name | None = None
 
 
 class Attached(_Message, tag="attached"):
@@ -92,12 +96,13 @@ class Claim(_Message, tag="claim"):
     """Ask for the right to load and publish one identity; held as long as the connection.
 
     ``replace`` drops what this identity replaces first: unleased generations of the same model and rank that differ
-    or are quarantined. ``bytes`` is what it will take.
+    or are quarantined. ``bytes`` is what it will take. With ``device``, a GPU's UUID, all that is about that GPU alone.
     """
 
     config: dict[str, Any]
     bytes: Count = 0
     replace: bool = False
+    device: Name | None = None
 
 
 class Claimed(_Message, tag="claimed"):
@@ -130,9 +135,10 @@ class Status(_Message, tag="status"):
 
 
 class Explain(_Message, tag="explain"):
-    """Would this identity hit? Answered by `Explained`."""
+    """Would this identity hit, on the GPU with the UUID ``device`` if that is given?"""
 
     config: dict[str, Any]
+    device: Name | None = None
 
 
 class Release(_Message, tag="release"):

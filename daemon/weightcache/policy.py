@@ -21,6 +21,7 @@ _DAEMON: Final = dict.fromkeys(MISS_REASONS, "fail") | {
 PUBLISHES_AFTER: Final = frozenset(
     {
         "absent",
+        "device",
         "fingerprint",
         "residency_lost",
         "integrity",

@@ -103,13 +103,16 @@ class Connection:
     def ask_for_all(
         self, message: Request, descriptors: Sequence[int] = (), *, timeout_s: float = 10.0
     ) -> Iterator[tuple[Reply, list[int]]]:
-        """Send a request and yield every reply to it; the caller stops at the one it takes for the last.
+        """Send a request; every reply to it, of which the caller stops at the one it takes for the last.
 
         Raises:
             CacheMiss: a `Missed` reply becomes the miss it describes.
         """
         deadline = time.monotonic() + timeout_s
         self._send(encode(message), descriptors, deadline)
+        return self._replies(deadline)
+
+    def _replies(self, deadline: float) -> Iterator[tuple[Reply, list[int]]]:
         while True:
             received: list[int] = []
             try:

@@ -21,13 +21,19 @@ class Residence(NamedTuple):
     config: CacheConfig
     boot_id: str
     lost: str | None = None
+    device: str | None = None
+
+    @property
+    def place(self) -> str:
+        """What can be resident once: an identity, on a GPU if it is for one."""
+        return f"{self.config.key()} {self.device or ''}".rstrip()
 
 
 class Recollection:
     """Filled by `recall`.
 
     ``quarantined`` maps generations to reasons, ``leases`` the names of leases to their clients' contexts.
-    ``residences`` holds, by identity, what was published and never given up; it need not be resident still.
+    ``residences`` holds, by identity and GPU, what was published and never given up; it need not be resident still.
     """
 
     def __init__(self) -> None:
@@ -61,7 +67,7 @@ class Recollection:
             "quarantined": self.quarantined,
             "leases": {name: list(context) for name, context in self.leases.items()},
             "residences": [
-                [it.generation, it.config.to_dict(), it.boot_id, it.lost] for it in self.residences.values()
+                [it.generation, it.config.to_dict(), it.boot_id, it.lost, it.device] for it in self.residences.values()
             ],
             "identities": self._identities,
         }
@@ -75,18 +81,19 @@ class Recollection:
         self.quarantined |= state["quarantined"]
         self.leases |= {name: Context(*context) for name, context in state["leases"].items()}
         self._identities |= state["identities"]
-        for generation, config, boot_id, lost in state["residences"]:
+        for generation, config, boot_id, lost, *device in state["residences"]:  # older snapshots name no device
             with contextlib.suppress(msgspec.ValidationError):  # as in `_published`
-                known = CacheConfig.from_dict(config)
-                self.residences[known.key()] = Residence(generation, known, boot_id, lost)
+                residence = Residence(generation, CacheConfig.from_dict(config), boot_id, lost, *device)
+                self.residences[residence.place] = residence
 
     def _published(self, generation: str, facts: dict[str, Any], boot_id: str) -> None:
         try:
             config = CacheConfig.from_dict(facts["config"])
         except (KeyError, msgspec.ValidationError):
             return  # written by a release with other fields: no client of today can ask for it
-        self._identities[generation] = config.key()
-        self.residences[config.key()] = Residence(generation, config, boot_id)
+        residence = Residence(generation, config, boot_id, device=facts.get("device"))
+        self._identities[generation] = residence.place
+        self.residences[residence.place] = residence
 
     def _released(self, generation: str, how: str, detail: str) -> None:
         identity = self._identities.get(generation, "")

@@ -91,10 +91,11 @@ class Generation:
 
 @dataclass
 class Claim:
-    """The right to load and publish one identity."""
+    """The right to load and publish one identity, on one GPU where it is for a GPU."""
 
     config: CacheConfig
     pid: int
+    device: str | None = None
     since: float = field(default_factory=time.monotonic)
     done: int = 0
     total: int = 0
@@ -116,10 +117,14 @@ class Loss:
     generation: str
     config: CacheConfig
     detail: str
+    device: str | None = None
 
 
 class Registry:
     """Generations, claims and losses of one daemon.
+
+    Replicas of a model on the GPUs of one node have one identity, and a generation each: whoever says which GPU it is
+    for is told about that GPU, whoever does not about any.
 
     Args:
         capacity: bytes that resident generations may take together, None for no limit of ours.
@@ -141,26 +146,31 @@ class Registry:
     def leases(self) -> int:
         return sum(len(generation.leases) for generation in self.generations.values())
 
-    def find(self, fields: Mapping[str, Any]) -> Generation:
-        """The generation whose every field equals these.
+    def find(self, fields: Mapping[str, Any], device: str | None = None) -> Generation:
+        """The generation whose every field equals these, on this GPU.
 
         Raises:
-            CacheMiss: ``daemon_loading``, ``quarantined``, ``residency_lost``, ``fingerprint`` with every difference
-                to the nearest generation, or ``absent``.
+            CacheMiss: ``daemon_loading``, ``quarantined``, ``residency_lost``, ``device``, ``fingerprint`` with every
+                difference to the nearest generation, or ``absent``.
         """
         wanted = parse_config(fields)
-        near: list[tuple[int, Generation, list[Difference]]] = []
+        near: list[tuple[bool, int, Generation, list[Difference]]] = []
         quarantined: Generation | None = None
+        elsewhere: list[Generation] = []
         for generation in self.generations.values():
             differences = wanted.differences(generation.config)
-            if not differences:
-                if not generation.quarantined:
-                    return generation
+            other = _another(device, generation.device)
+            if differences:
+                if _same_model(wanted, generation.config):
+                    near.append((other, len(differences), generation, differences))
+            elif other:
+                elsewhere.append(generation)
+            elif not generation.quarantined:
+                return generation
+            else:
                 quarantined = generation
-            elif _same_model(wanted, generation.config):
-                near.append((len(differences), generation, differences))
         for claim in self.claims:
-            if not wanted.differences(claim.config):
+            if not wanted.differences(claim.config) and not _another(device, claim.device):
                 raise CacheMiss(
                     "daemon_loading",
                     f"pid {claim.pid} is loading these weights",
@@ -170,15 +180,23 @@ class Registry:
         if quarantined is not None:
             raise _quarantined(quarantined)
         for loss in self.losses:
-            if not wanted.differences(loss.config):
+            if not wanted.differences(loss.config) and not _another(device, loss.device):
                 raise CacheMiss(
                     "residency_lost",
                     f"these weights were resident as generation {loss.generation} and are lost",
                     detail=loss.detail,
                     remedy="Load them again; this miss happens once",
                 )
+        if elsewhere:
+            raise CacheMiss(
+                "device",
+                "the weights are on another GPU",
+                expected=device,
+                found=", ".join(sorted({str(generation.device) for generation in elsewhere})),
+                remedy="An engine that loads them here publishes a copy for this GPU; or run it on that one",
+            )
         if near:
-            _, generation, differences = min(near, key=lambda item: item[0])
+            *_, generation, differences = min(near, key=lambda item: item[:2])
             raise _differs(generation, differences)
         raise CacheMiss(
             "absent",
@@ -188,31 +206,34 @@ class Registry:
             remedy="Load it with readmit cache load, or let the engine load and publish it",
         )
 
-    def claim(self, fields: Mapping[str, Any], pid: int) -> Claim:
-        """Give the right to load an identity.
+    def claim(self, fields: Mapping[str, Any], pid: int, device: str | None = None) -> Claim:
+        """Give the right to load an identity, for this GPU.
 
         Raises:
             CacheMiss: ``daemon_loading`` while another connection holds it, or once it has published: ask for them.
         """
         config = parse_config(fields)
         for held in self.claims:
-            if not config.differences(held.config) or held.config.key() == config.key():
+            same = not config.differences(held.config) or held.config.key() == config.key()
+            if same and not _another(device, held.device):
                 raise CacheMiss("daemon_loading", f"pid {held.pid} is loading these weights", **held.describe())
         for generation in self.generations.values():
-            if not generation.quarantined and not config.differences(generation.config):
+            usable = not generation.quarantined and not _another(device, generation.device)
+            if usable and not config.differences(generation.config):
                 raise CacheMiss("daemon_loading", f"these weights are resident by now, as {generation.name}")
-        claim = Claim(config, pid)
+        claim = Claim(config, pid, device)
         self.claims.append(claim)
         return claim
 
-    def stale(self, config: CacheConfig) -> list[Generation]:
-        """Unleased generations that this identity replaces: of the same model and rank, but other or quarantined."""
+    def stale(self, claim: Claim) -> list[Generation]:
+        """Unleased generations that a claim replaces: of the same model, rank and GPU, but other or quarantined."""
         return [
             generation
             for generation in self.generations.values()
             if not generation.leases
-            and _same_model(config, generation.config)
-            and (generation.quarantined or config.differences(generation.config))
+            and _same_model(claim.config, generation.config)
+            and not _another(claim.device, generation.device)
+            and (generation.quarantined or claim.config.differences(generation.config))
         ]
 
     def make_room(self, needed: int) -> list[Generation]:
@@ -245,18 +266,22 @@ class Registry:
 
     def add(self, generation: Generation) -> None:
         self.generations[generation.name] = generation
-        self.losses = [loss for loss in self.losses if loss.config.differences(generation.config)]
+        self._forget_loss(generation.config, generation.device)
 
     def remove(self, name: str) -> Generation:
         """Forget a generation and hand it to the caller, who closes it."""
         return self.generations.pop(name)
 
-    def lose(self, generation: str, config: CacheConfig, detail: str) -> None:
+    def lose(self, loss: Loss) -> None:
         """Remember that weights are gone which nobody gave up, unless the same are resident."""
-        if any(not config.differences(there.config) for there in self.generations.values()):
-            return
-        self.losses = [loss for loss in self.losses if loss.config.differences(config)]
-        self.losses.append(Loss(generation, config, detail))
+        for there in self.generations.values():
+            if not loss.config.differences(there.config) and not _another(loss.device, there.device):
+                return
+        self._forget_loss(loss.config, loss.device)
+        self.losses.append(loss)
+
+    def _forget_loss(self, config: CacheConfig, device: str | None) -> None:
+        self.losses = [loss for loss in self.losses if loss.config.differences(config) or _another(device, loss.device)]
 
 
 def parse_config(fields: Mapping[str, Any]) -> CacheConfig:
@@ -289,6 +314,11 @@ def parse_config(fields: Mapping[str, Any]) -> CacheConfig:
         return CacheConfig.from_dict(dict(fields))
     except msgspec.ValidationError as error:
         raise CacheMiss("fingerprint", f"the fields do not make an identity: {error}") from error
+
+
+def _another(wanted: str | None, there: str | None) -> bool:
+    """Whether these are two GPUs; who names none means any."""
+    return wanted is not None and there is not None and wanted != there
 
 
 def _same_model(wanted: CacheConfig, there: CacheConfig) -> bool:

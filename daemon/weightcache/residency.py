@@ -22,7 +22,7 @@ from weightcache.frames import close_all
 from weightcache.journal import Context, Journal
 from weightcache.manifest import Head, Manifest, read, read_head
 from weightcache.recollection import Recollection
-from weightcache.registry import Generation, Lease, Registry
+from weightcache.registry import Generation, Lease, Loss, Registry
 
 _log: Final = logging.getLogger("weightcache.residency")
 
@@ -80,7 +80,7 @@ class Residency:
         for residence in past.residences.values():
             if residence.generation not in self.registry.generations:
                 why = residence.lost or ("keeper_lost" if residence.boot_id == boot else "node_reboot")
-                self.registry.lose(residence.generation, residence.config, why)
+                self.registry.lose(Loss(residence.generation, residence.config, why, residence.device))
 
     def store_everything(self) -> None:
         """Leave every generation's descriptors with the keeper."""
@@ -126,6 +126,7 @@ class Residency:
                 "config": manifest.config.to_dict(),
                 "bytes": manifest.size,
                 "tensors": len(manifest),
+                "device": generation.device,
                 "publisher": generation.publisher,
                 "stored": generation.stored,
             }
@@ -171,7 +172,7 @@ class Residency:
             facts = {"generation": generation.name, "bytes": generation.bytes, "detail": detail, "message": message}
             self.journal.append("release", "lost", facts)
         for generation in there:
-            self.registry.lose(generation.name, generation.config, detail)
+            self.registry.lose(Loss(generation.name, generation.config, detail, device))
 
     def _forget(self, name: str) -> tuple[Generation, "Future[bool]"]:
         generation = self.registry.remove(name)

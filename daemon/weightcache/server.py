@@ -243,7 +243,7 @@ class Server:
         if isinstance(request, messages.Status):
             return messages.Done(data=self.describe())
         if isinstance(request, messages.Explain):
-            return messages.Done(data=self.explain(request.config))
+            return messages.Done(data=self.explain(request.config, request.device))
         if isinstance(request, messages.Release):
             return messages.Done(data={"released": await self._release(request)})
         if isinstance(request, messages.Quarantine):
@@ -256,7 +256,7 @@ class Server:
         deadline = time.monotonic() + request.wait_s
         while True:
             try:
-                generation = self.registry.find(request.config)
+                generation = self.registry.find(request.config, request.device)
                 if self._suspect(session, generation):
                     continue
                 break
@@ -306,9 +306,9 @@ class Server:
 
     async def _claim(self, session: Session, request: messages.Claim) -> messages.Claimed:
         self._drop_claim(session)
-        session.claim = self.registry.claim(request.config, session.channel.peer.pid)
+        session.claim = self.registry.claim(request.config, session.channel.peer.pid, request.device)
         session.claim.total = request.bytes
-        stale = self.registry.stale(session.claim.config) if request.replace else []
+        stale = self.registry.stale(session.claim) if request.replace else []
         await self._until_kept([self.residency.release(generation.name, "replaced") for generation in stale])
         return messages.Claimed(released=[generation.name for generation in stale])
 
@@ -351,10 +351,10 @@ class Server:
         await self._until_kept([self.residency.release(name, "released") for name in names])
         return names
 
-    def explain(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Whether this identity would hit now; if not, why, with both sides of every differing field."""
+    def explain(self, fields: dict[str, Any], device: str | None = None) -> dict[str, Any]:
+        """Whether this identity would hit now, on this GPU; if not, why, with both sides of every differing field."""
         try:
-            generation = self.registry.find(fields)
+            generation = self.registry.find(fields, device)
         except CacheMiss as miss:
             return {"would_hit": False, **miss.to_dict(), "differences": miss.data.get("differences", [])}
         return {"would_hit": True, "generation": generation.name, "differences": []}

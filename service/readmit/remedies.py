@@ -14,7 +14,7 @@ REMEDIES: Final = {
     "fingerprint": "See every field that differs: readmit cache explain. Load again for the new settings",
     "quant_not_allowed": "Run this model with mode off, or unquantised or as block-wise FP8",
     "residency_lost": "Nothing brings lost memory back; it happens once. After node_reboot, load before traffic",
-    "device": "Start the engine on the GPU that holds the weights",
+    "device": "Let the engine publish a copy for its own GPU, or start it on the one that holds the weights",
     "ipc_unavailable": "This GPU or driver cannot share memory: use mode off, or a driver that exports allocations",
     "manifest_invalid": "The generation is quarantined and loaded again; if it recurs, report what published it",
     "import_mismatch": "Publisher and engine lay the model out differently: let the engine publish its own weights",

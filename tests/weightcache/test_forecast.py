@@ -74,6 +74,16 @@ def test_quarantined_lost_and_loading_weights_would_not_be_hit() -> None:
     assert would().reason == "daemon_loading"
 
 
+def test_a_replica_is_told_about_its_own_gpu() -> None:
+    asked = lookup(config())
+    asked.attributes["device"] = "GPU-1"
+    would = Foresight(asked)
+    resident(would.registry, config(), "there").device = "GPU-2"
+    assert would().reason == "device"
+    resident(would.registry, config(), "here").device = "GPU-1"
+    assert would() == Verdict(True)
+
+
 def test_one_rank_that_would_miss_is_enough() -> None:
     ranks = [changed(config(), tp_size=2, tp_rank=rank) for rank in range(2)]
     would = Foresight(*(lookup(each, rank=rank) for rank, each in enumerate(ranks)))

@@ -8,7 +8,7 @@ from tests.weightcache.models import config
 
 from weightcache.fingerprint import CacheConfig
 from weightcache.journal import Context, Journal
-from weightcache.recollection import recall
+from weightcache.recollection import Recollection, recall
 
 
 @pytest.fixture
@@ -51,6 +51,24 @@ def test_only_the_latest_copy_of_the_same_weights_counts(journal: Journal) -> No
     assert residences(journal) == {"second": None}
     release(journal, "second")
     assert residences(journal) == {}
+
+
+def test_the_copy_on_each_gpu_is_missed_by_itself(journal: Journal) -> None:
+    for gpu in ("GPU-1", "GPU-2"):
+        facts = {"generation": f"on {gpu}", "config": config().to_dict(), "device": gpu}
+        journal.append("publish", "published", facts)
+    release(journal, "on GPU-1", "lost", detail="gpu_lost")
+    assert residences(journal) == {"on GPU-1": "gpu_lost", "on GPU-2": None}
+    kept = Recollection()
+    kept.restore(recall(journal).state())
+    assert kept.residences == recall(journal).residences
+
+
+def test_a_snapshot_that_knows_no_gpus_is_understood() -> None:
+    kept = Recollection()
+    old = [["g", config().to_dict(), "boot", None]]
+    kept.restore({"quarantined": {}, "leases": {}, "identities": {}, "residences": old})
+    assert [each.device for each in kept.residences.values()] == [None]
 
 
 def test_quarantine_and_its_end(journal: Journal) -> None:

@@ -7,7 +7,7 @@ from tests.weightcache.models import config
 
 from weightcache.errors import CacheMiss, ResourceError
 from weightcache.fingerprint import FIELDS, CacheConfig
-from weightcache.registry import Generation, Lease, Registry, holders, parse_config
+from weightcache.registry import Claim, Generation, Lease, Loss, Registry, holders, parse_config
 
 
 def resident(registry: Registry, identity: CacheConfig, name: str = "g", size: int = 100, **facts: Any) -> Generation:
@@ -179,14 +179,14 @@ def test_a_quarantined_generation_is_handed_to_nobody_until_a_good_one_is_there(
 def test_a_loss_is_told_before_a_near_match_and_until_the_weights_are_back() -> None:
     registry = Registry()
     resident(registry, config(dtype="float16"), name="near")
-    registry.lose("gone", config(), "node_reboot")
+    registry.lose(Loss("gone", config(), "node_reboot"))
     lost = miss(registry, config())
     assert (lost.reason, lost.detail) == ("residency_lost", "node_reboot")
-    registry.lose("gone", config(), "gpu_lost")
+    registry.lose(Loss("gone", config(), "gpu_lost"))
     assert [loss.detail for loss in registry.losses] == ["gpu_lost"]
     resident(registry, config(), name="back")
     assert registry.losses == []
-    registry.lose("older", config(), "node_reboot")
+    registry.lose(Loss("older", config(), "node_reboot"))
     assert registry.losses == []
 
 
@@ -198,7 +198,72 @@ def test_stale_is_what_an_identity_replaces() -> None:
     resident(registry, config(), name="the very same")
     spoilt = resident(registry, config(), name="spoilt", quarantined="wrong answers")
     lease(resident(registry, config(revision="older"), name="in use"))
-    assert registry.stale(config()) == [old, spoilt]
+    assert registry.stale(Claim(config(), 7)) == [old, spoilt]
+
+
+class TestReplicas:
+    """One identity on several GPUs of a node."""
+
+    HERE, THERE = "GPU-1", "GPU-2"
+
+    @staticmethod
+    def reason(registry: Registry, device: str | None) -> str | None:
+        try:
+            registry.find(config().to_dict(), device)
+        except CacheMiss as miss:
+            return miss.reason
+        return None
+
+    def test_each_finds_the_copy_on_its_own_gpu(self) -> None:
+        registry = Registry()
+        here = resident(registry, config(), name="here", device=self.HERE)
+        assert registry.find(config().to_dict(), self.HERE) is here
+        assert registry.find(config().to_dict()) is here, "who names no GPU means any"
+        with pytest.raises(CacheMiss) as missed:
+            registry.find(config().to_dict(), self.THERE)
+        assert (missed.value.reason, missed.value.expected, missed.value.found) == ("device", self.THERE, self.HERE)
+        there = resident(registry, config(), name="there", device=self.THERE)
+        assert registry.find(config().to_dict(), self.THERE) is there
+        assert registry.find(config().to_dict(), self.HERE) is here
+
+    def test_each_loads_for_itself(self) -> None:
+        registry = Registry()
+        resident(registry, config(), name="here", device=self.HERE)
+        claim = registry.claim(config().to_dict(), 42, self.THERE)
+        assert self.reason(registry, self.THERE) == "daemon_loading"
+        assert self.reason(registry, self.HERE) is None
+        with pytest.raises(CacheMiss):
+            registry.claim(config().to_dict(), 43, self.THERE)
+        with pytest.raises(CacheMiss):
+            registry.claim(config().to_dict(), 43, self.HERE)
+        registry.claims.remove(claim)
+        assert self.reason(registry, self.THERE) == "device"
+
+    def test_what_is_wrong_or_lost_on_one_gpu_is_so_on_that_one_alone(self) -> None:
+        registry = Registry()
+        resident(registry, config(), name="here", device=self.HERE, quarantined="wrong answers")
+        assert (self.reason(registry, self.HERE), self.reason(registry, self.THERE)) == ("quarantined", "device")
+        resident(registry, config(), name="there", device=self.THERE)
+        registry.remove("here")
+        registry.lose(Loss("here", config(), "gpu_lost", self.HERE))
+        assert (self.reason(registry, self.HERE), self.reason(registry, self.THERE)) == ("residency_lost", None)
+        resident(registry, config(), name="again", device=self.HERE)
+        assert registry.losses == []
+
+    def test_a_new_revision_on_one_gpu_replaces_nothing_on_another(self) -> None:
+        registry = Registry()
+        here = resident(registry, config(revision="old"), name="here", device=self.HERE)
+        there = resident(registry, config(revision="old"), name="there", device=self.THERE)
+        assert registry.stale(Claim(config(), 7, self.HERE)) == [here]
+        assert registry.stale(Claim(config(), 7)) == [here, there]
+
+    def test_a_near_match_on_the_same_gpu_explains_more(self) -> None:
+        registry = Registry()
+        resident(registry, config(dtype="float16"), name="there", device=self.THERE)
+        resident(registry, config(dtype="float16", revision="old"), name="here", device=self.HERE)
+        with pytest.raises(CacheMiss) as missed:
+            registry.find(config().to_dict(), self.HERE)
+        assert missed.value.data["generation"] == "here"
 
 
 def test_room_is_made_by_what_nobody_uses_quarantined_first_then_longest_unused() -> None:

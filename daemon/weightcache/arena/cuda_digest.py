@@ -222,7 +222,7 @@ _loading = threading.Lock()
 
 def _kernel(driver: Driver, device: torch.device) -> Kernel | None:
     key = (id(driver), device.index)
-    with _loading:  # a thread may be at it, ahead of the one that needs it
+    with _loading:  # several threads may attach
         if key not in _kernels:
             _kernels[key] = _load(driver, device.index)
         return _kernels[key]

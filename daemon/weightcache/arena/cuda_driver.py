@@ -76,8 +76,8 @@ class Driver(Protocol):
     def tensor(self, address: int, size: int, device: int, owner: object) -> torch.Tensor:
         """The range as a tensor of uint8, which keeps ``owner`` alive."""
 
-    def synchronize(self) -> None:
-        """Wait for everything that this process gave the current device to do."""
+    def synchronize(self, device: int) -> None:
+        """Wait for everything that this process gave a device to do."""
 
     def load_function(self, image: bytes, name: str) -> Any:
         """A kernel of a compiled module."""
@@ -167,8 +167,9 @@ class _NvidiaDriver:
     def tensor(self, address: int, size: int, device: int, owner: object) -> torch.Tensor:
         return torch.as_tensor(_Range(address, size, owner), device=torch.device("cuda", device))
 
-    def synchronize(self) -> None:
-        self._call(self._nvidia.cuCtxSynchronize)
+    def synchronize(self, device: int) -> None:
+        with torch.cuda.device(device):  # the call is for the current one
+            self._call(self._nvidia.cuCtxSynchronize)
 
     def load_function(self, image: bytes, name: str) -> Any:
         module = self._call(self._nvidia.cuModuleLoadData, image)

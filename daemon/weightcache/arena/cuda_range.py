@@ -61,7 +61,7 @@ class Range:
             return
         try:
             if sizes:
-                self._driver.synchronize()
+                self._driver.synchronize(self.device)
             at = start
             for size in sizes:
                 self._driver.unmap(at, size)

@@ -11,7 +11,6 @@ bytes stay. It does not guard against a process that takes the descriptor and ma
 import fcntl
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -54,21 +53,12 @@ _make_room_for_descriptors()  # on import, which an engine does before it touche
 
 
 def prepare(device: int | None) -> None:
-    """Begin, in a thread, with what the first mapping would otherwise wait for: to load the digest's kernel.
-
-    An engine's first call to its daemon takes as long. Nothing waits for the thread but who needs the same.
-    """
+    """Load the digest's kernel, which the first mapping would otherwise wait for."""
     device = torch.cuda.current_device() if device is None else device
-    driver = nvidia()
-
-    def run() -> None:
-        try:
-            torch.cuda.set_device(device)  # gives this thread the context that the process's other threads use
-            cuda_digest.prepare(driver, device)
-        except (DriverError, RuntimeError) as error:  # whoever needs the kernel meets the same, and raises it
-            _log.debug("the digest's kernel was not loaded ahead: %s", error)
-
-    threading.Thread(target=run, name="weightcache-prepare", daemon=True).start()
+    try:
+        cuda_digest.prepare(nvidia(), device)
+    except (DriverError, RuntimeError) as error:  # whoever needs the kernel meets the same, and raises it
+        _log.debug("the digest's kernel was not loaded ahead: %s", error)
 
 
 def require_export(device: int | None, driver: Driver | None = None, *, prove: bool = True) -> None:
@@ -209,7 +199,7 @@ class CudaVmmWriter:
         self._reach(self.size)
         self._give_back()
         try:
-            self._driver.synchronize()
+            self._driver.synchronize(self._range.device)
             self._range.protect()
         except DriverError as error:
             raise miss_of(error, "a filled arena cannot be protected") from error

@@ -97,7 +97,7 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
 
         Asked on a GPU only, before the model is loaded.
         """
-        from weightcache import messages, paths
+        from weightcache import device, messages, paths
         from weightcache.errors import CacheMiss
         from weightcache.protocol import Connection
         from weightcache.version import VERSION
@@ -110,7 +110,8 @@ class WeightCacheLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not t
         try:
             connection = Connection(self.options.get("socket") or paths.socket_path(), messages.Hello(version=VERSION))
             with contextlib.closing(connection):
-                would, _ = connection.ask(messages.Explain(config=config.to_dict()), messages.Done)
+                asked = messages.Explain(config=config.to_dict(), device=device.uuid())
+                would, _ = connection.ask(asked, messages.Done)
                 status, _ = connection.ask(messages.Status(), messages.Done)
         except CacheMiss:
             return 0  # what loading will say more about: nothing is held for us

@@ -114,12 +114,13 @@ def explain(
     dtype: Dtype = None,
     tp_size: Annotated[int, typer.Option(min=1, help="How many ranks share the model.")] = 1,
     tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
+    device: Annotated[str | None, typer.Option(help="UUID of the GPU it would use (nvidia-smi -L); else any.")] = None,
     socket: Socket = None,
     as_json: Json = False,
 ) -> None:
     """Would an engine that starts now hit? If not: why, with both sides of every differing field."""
     config = _identity(model, dtype, tp_size, tp_rank)
-    facts = ask_daemon(socket, messages.Explain(config=config))
+    facts = ask_daemon(socket, messages.Explain(config=config, device=device))
     if as_json:
         typer.echo(json.dumps({**facts, "config": config}, indent=1))
     elif facts["would_hit"]:

@@ -171,11 +171,12 @@ class Node:
         """
         known = self._recoveries().slots.get(slot)
         lookups = known.attempt.lookups if known and known.attempt else []
-        asked = {it.rank: it.attributes["config"] for it in lookups if it.result != "off"}
+        asked = {it.rank: it.attributes for it in lookups if it.result != "off"}
         if not asked:
             return "it has not asked for resident weights before"
         for rank in sorted(asked):
-            facts = self._ask(messages.Explain(config=_as_it_is_now(asked[rank], self._models.get(slot))))
+            config = _as_it_is_now(asked[rank]["config"], self._models.get(slot))
+            facts = self._ask(messages.Explain(config=config, device=asked[rank].get("device")))
             if not facts["would_hit"]:
                 return f"miss, {facts['reason']}: {facts['message']}"
         return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from weightcache.asked import Fields
+from weightcache.asked import Fields, question
 from weightcache.errors import CacheMiss, ConfigError
 from weightcache.messages import Done, Explain, Hello
 from weightcache.protocol import Connection
@@ -50,7 +50,8 @@ def foresee(socket: Path, asked: Mapping[int, Fields]) -> NextStart | None:
         connection = Connection(socket, Hello(version=VERSION))
         try:
             for rank in sorted(asked):
-                verdict = connection.ask(Explain(config=dict(asked[rank])), Done)[0].data
+                config, device = question(asked[rank])
+                verdict = connection.ask(Explain(config=config, device=device), Done)[0].data
                 if not verdict["would_hit"]:
                     return NextStart(False, verdict["reason"], verdict.get("detail"), verdict.get("message", ""))
         finally:

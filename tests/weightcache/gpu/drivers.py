@@ -104,8 +104,8 @@ class RecordingDriver:
         where = {"address": self._names.address(address), "size": size, "device": device, "writable": writable}
         self._answered("set_access", where, lambda: self._driver.set_access(address, size, device, writable=writable))
 
-    def synchronize(self) -> None:
-        self._answered("synchronize", {}, self._driver.synchronize)
+    def synchronize(self, device: int) -> None:
+        self._answered("synchronize", {"device": device}, lambda: self._driver.synchronize(device))
 
     # What follows runs kernels or makes tensors; the player has no use for a record of it.
 
@@ -189,7 +189,7 @@ class HostDriver:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         assert _libc.mprotect(address, size, protection) == 0
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: int) -> None:
         pass
 
     def tensor(self, address: int, size: int, device: int, owner: object) -> torch.Tensor:
@@ -277,8 +277,8 @@ class ReplayDriver(HostDriver):
         self._next("set_access", address=self._names.address(address), size=size, device=device, writable=writable)
         super().set_access(address, size, device, writable=writable)
 
-    def synchronize(self) -> None:
-        self._next("synchronize")
+    def synchronize(self, device: int) -> None:
+        self._next("synchronize", device=device)
 
     def _new_handle(self, file: int) -> int:
         handle = super()._new_handle(file)
