@@ -3,7 +3,9 @@
 The journal is what the node's processes wrote, copied once it is down: real recoveries of a GPU engine for whatever
 reads journals.
 
-    python benchmarks/gpu_recoveries.py --journal OUT.sqlite3 [--json OUT] [--kills 3] [--device cpu]
+With ``--slots 2`` a second engine stands by, on another GPU where there is one, with a copy of its own there.
+
+    python benchmarks/gpu_recoveries.py --journal OUT.sqlite3 [--json OUT] [--kills 3] [--slots 2] [--device cpu]
 """
 
 import argparse
@@ -34,29 +36,40 @@ metrics = "127.0.0.1:{metrics}"
 [gate]
 listen = "127.0.0.1:{gate}"
 unverified_ok = true
+"""
+SLOT = """
 [[slot]]
-name = "a"
-url = "http://127.0.0.1:{engine}"
+name = "{name}"
+url = "http://127.0.0.1:{port}"
 model = "{folder}/model"
-command = [{command}]
+command = {command}
 """
 
 
-def measure(device: str, kills: int, journal: Path) -> dict[str, Any]:
-    """Start a node, kill its engine ``kills`` times, then once more with nothing resident; what the drills said."""
+def measure(device: str, kills: int, slots: int, journal: Path) -> dict[str, Any]:
+    """Start a node, kill its engine ``kills`` times, then once more with nothing resident; what the drills said.
+
+    With more than one slot, kill the one that serves as often: another takes over.
+    """
     with tempfile.TemporaryDirectory(prefix="readmit-") as name:
         folder = Path(name)
         found = call(serving.make_checkpoint, folder / "model", 2, False, torch.device(device))
-        gate = free_port()
-        words = [sys.executable, "-m", "readmit.engine", "{model}", "--port", "{port}", "--weight-cache", "client"]
-        command = ", ".join(json.dumps(word) for word in [*words, "--device", device])
-        ports = {"gate": gate, "metrics": free_port(), "engine": free_port()}
-        (folder / "readmit.toml").write_text(NODE.format(folder=folder, command=command, **ports))
+        gate, gpus = free_port(), max(torch.cuda.device_count(), 1)
+        text = NODE.format(folder=folder, metrics=free_port(), gate=gate)
+        for number in range(slots):
+            where = f"{device}:{number % gpus}" if device == "cuda" else device
+            words = [sys.executable, "-m", "readmit.engine", "{model}", "--port", "{port}", "--weight-cache", "client"]
+            slot = {"name": "abcdefgh"[number], "port": free_port(), "command": json.dumps([*words, "--device", where])}
+            text += SLOT.format(folder=folder, **slot)
+        (folder / "readmit.toml").write_text(text)
         keeper = subprocess.Popen([sys.executable, "-m", "readmit.cli", "up"], cwd=folder, stdin=subprocess.DEVNULL)
         try:
-            wait_until_ready(gate)
-            found["hits"] = drill(folder, "--kills", str(kills))
-            found["misses"] = drill(folder, "--path", "miss")
+            wait_until_ready(gate, slots)
+            if slots > 1:
+                found["takeovers"] = drill(folder, "--path", "standby", "--kills", str(kills))
+                wait_until_ready(gate, slots)
+            found["hits"] = drill(folder, "--slot", "a", "--kills", str(kills))
+            found["misses"] = drill(folder, "--slot", "a", "--path", "miss")
         finally:
             keeper.terminate()
             keeper.wait(60)
@@ -75,14 +88,14 @@ def drill(folder: Path, *options: str) -> dict[str, Any]:
     return report
 
 
-def wait_until_ready(gate: int, limit_s: float = 180.0) -> None:
-    """Return once the gate lets traffic in."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{gate}/readyz", timeout=5):
-            return
+def wait_until_ready(gate: int, slots: int, limit_s: float = 180.0) -> None:
+    """Return once every slot is ready."""
+    deadline, ready = time.monotonic() + limit_s, 0
+    while ready < slots:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{gate}/api/status") as answer:
+            ready = sum(slot["state"] == "ready" for slot in json.load(answer)["slots"])
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no traffic was let in within {limit_s:g} s")
+            raise TimeoutError(f"{ready} of {slots} slots were ready within {limit_s:g} s")
         time.sleep(0.1)
 
 
@@ -97,10 +110,11 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--device", choices=("cuda:0", "cpu"), default="cuda:0")
+    parser.add_argument("--slots", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    machine = describe_machine(options.device.partition(":")[0])
-    found = {"machine": machine, "recoveries": measure(options.device, options.kills, options.journal)}
+    recoveries = measure(options.device, options.kills, options.slots, options.journal)
+    found = {"machine": describe_machine(options.device), "recoveries": recoveries}
     print(json.dumps(found, indent=1))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

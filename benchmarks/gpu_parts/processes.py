@@ -152,6 +152,15 @@ def _sample(talk: Talk) -> tuple[int, int]:
 _nvml: list[Any] = []
 
 
+def gpu_memory() -> list[int]:
+    """Bytes of every GPU that anybody uses, as NVML counts them. No CUDA context."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+
+
 def used_bytes() -> int:
     """Bytes of the first GPU that anybody uses, as NVML counts them. No CUDA context."""
     import pynvml
