@@ -159,7 +159,8 @@ class Attachment:
         if self.config.device_capability is not None:
             from weightcache.arena.cuda_vmm import prepare
 
-            prepare(self.device)
+            with self.journal.phase("load_weights.map"):  # half a second where the engine has no CUDA context yet
+                prepare(self.device)
 
     def _bind(self, generation: str, descriptors: list[int]) -> None:
         if not descriptors:

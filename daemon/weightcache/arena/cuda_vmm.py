@@ -53,10 +53,12 @@ _make_room_for_descriptors()  # on import, which an engine does before it touche
 
 
 def prepare(device: int | None) -> None:
-    """Load the digest's kernel, which the first mapping would otherwise wait for."""
+    """Load the digest's kernel, which the first mapping would otherwise wait for, into the context that it makes."""
     device = torch.cuda.current_device() if device is None else device
     try:
-        cuda_digest.prepare(nvidia(), device)
+        driver = nvidia()
+        torch.cuda.set_device(device)  # makes this process's context where there is none; entering the device does not
+        cuda_digest.prepare(driver, device)
     except (DriverError, RuntimeError) as error:  # whoever needs the kernel meets the same, and raises it
         _log.debug("the digest's kernel was not loaded ahead: %s", error)
 
