@@ -38,7 +38,8 @@ def measure(report: Report, quick: bool) -> dict[str, Any]:
             files.append(call(load_file, folder))
             for loader in (fastsafetensors, runai_streamer):
                 try:
-                    others.setdefault(loader.__name__, []).append(call(loader, folder))
+                    result = call(loader, folder)
+                    others.setdefault(loader.__name__, []).append(result)
                 except Failed as failed:  # not installed, or not for this machine: said so
                     others[f"{loader.__name__} failed"] = str(failed)[-800:]
         found["others"] = others

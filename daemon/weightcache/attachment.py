@@ -152,7 +152,7 @@ class Attachment:
 
     def adopt(self, generation: str, packed: Packed) -> None:
         """Replace the model's private weights by what was just published, so that there is one copy of them."""
-        self._place(generation, packed.manifest, packed.descriptors[1:])
+        self._place(generation, packed.manifest, *self._mapped(packed.manifest, packed.descriptors[1:]))
 
     def _prepare(self) -> None:
         """What a GPU's first mapping needs besides the weights."""
@@ -174,14 +174,21 @@ class Attachment:
                 f"the daemon offered weights of another identity: {differences[0]}",
                 differences=msgspec.to_builtins(differences),
             )
-        self._place(generation, manifest, descriptors[1:])
+        mapped, verification = self._mapped(manifest, descriptors[1:])
+        close_all(descriptors)  # now, while a GPU verifies: closing dozens takes a while
+        descriptors.clear()
+        self._place(generation, manifest, mapped, verification)
 
-    def _place(self, generation: str, manifest: Manifest, chunks: list[int]) -> None:
+    def _mapped(self, manifest: Manifest, chunks: list[int]) -> "tuple[MappedArena, Verification | None]":
         share = kinds.verified_share(manifest) if self.verify is None else self.verify
         with self.part("map"):
             rows = rows_to_verify(manifest, share)
             mapped = _map(manifest, chunks, self.device, rows)
-            verification = Verification(manifest, mapped, rows) if rows else None
+            return mapped, Verification(manifest, mapped, rows) if rows else None
+
+    def _place(
+        self, generation: str, manifest: Manifest, mapped: MappedArena, verification: "Verification | None"
+    ) -> None:
         with self.part("bind"):
             binding = Binding(self.model, manifest, mapped.views(manifest))
         with self.part("buffers"):

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable
+from functools import cached_property
 from math import prod
 from operator import add, le, mod
 from typing import Any, Final, TypeVar
@@ -65,7 +66,7 @@ class Publisher(msgspec.Struct, frozen=True):
     wall_ns: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """One generation's tensors, by columns.
 
     Args:
@@ -112,6 +113,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def size(self) -> int:
         """Bytes of the arena."""
         return sum(self.chunks)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Bytes from the first to the last element of each row; only valid rows have any."""
+        return _Lengths(self, _length).of_rows()
 
     def digest(self, row: int) -> bytes:
         return self.digests[row * self.digest_size : (row + 1) * self.digest_size]
@@ -241,7 +247,8 @@ def validate(manifest: Manifest) -> None:
         raise _invalid("a chunk has no bytes", expected="chunks of 1 byte or more", found=manifest.chunks)
     if manifest.arena == "memfd" and len(manifest.chunks) != 1:
         raise _invalid("a memory file is in pieces", expected="1 chunk", found=len(manifest.chunks))
-    _check_overlap(manifest, _checked_lengths(manifest))
+    manifest.__dict__["lengths"] = checked = _checked_lengths(manifest)
+    _check_overlap(manifest, checked)
 
 
 def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -272,18 +279,13 @@ class _Lengths(dict[_Kind, int]):
         return list(map(self.__getitem__, zip(columns.dtype, columns.shapes, columns.strides, strict=True)))
 
 
-def lengths(manifest: Manifest) -> list[int]:
-    """Bytes from the first to the last element of each row of a validated manifest."""
-    return _Lengths(manifest, _length).of_rows()
-
-
 def _length(manifest: Manifest, kind: _Kind) -> int:
     code, shape, stride = kind
     return (prod(shape) if stride is None else span(shape, stride)) * ITEM_SIZES[manifest.dtypes[code]]
 
 
 def _checked_lengths(manifest: Manifest) -> list[int]:
-    """`lengths`, after checking each row by itself. Columns are compared whole: rows are looked at for a culprit."""
+    """`Manifest.lengths`, each row checked by itself. Columns are compared whole: rows are looked at for a culprit."""
     size, offsets = manifest.size, manifest.offsets
     unknown = [name for name in manifest.dtypes if name not in ITEM_SIZES]
     if unknown:

@@ -21,7 +21,7 @@ from weightcache.arena.cuda_driver import Driver, DriverError, nvidia
 from weightcache.arena.cuda_range import Range, chunk_sizes, miss_of
 from weightcache.arena.cuda_views import STORAGE_ALIGNMENT, views
 from weightcache.errors import CacheMiss, ImportRejected, ResourceError
-from weightcache.manifest import Manifest, lengths, span
+from weightcache.manifest import Manifest, span
 
 KIND: Final = "cuda_vmm"
 CHUNK_BYTES: Final = 2 << 30
@@ -278,7 +278,6 @@ class CudaVmmMapping:
             self._range = Range(self._driver, manifest.size, device)
         except DriverError as error:
             raise miss_of(error, "the arena cannot be mapped") from error
-        self._row_lengths: list[int] | None = None
         self._rows = rows
         self._sums: cuda_digest.Sums | None = None
         steps = _steps(len(manifest.chunks))
@@ -299,7 +298,7 @@ class CudaVmmMapping:
             raise
 
     def views(self, manifest: Manifest) -> Iterator[torch.Tensor]:
-        return views(self._bytes, manifest, self._lengths(manifest))
+        return views(self._bytes, manifest, manifest.lengths)
 
     def digests(self, manifest: Manifest, rows: Sequence[int]) -> Callable[[], bytes]:
         sums, self._sums = self._sums, None
@@ -316,15 +315,10 @@ class CudaVmmMapping:
 
     def _extents(self, manifest: Manifest, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """First byte and bytes of each of these rows."""
-        offsets, sizes = manifest.offsets, self._lengths(manifest)
+        offsets, sizes = manifest.offsets, manifest.lengths
         if rows != range(len(offsets)):
             offsets, sizes = [offsets[row] for row in rows], [sizes[row] for row in rows]
         return offsets, sizes
-
-    def _lengths(self, manifest: Manifest) -> list[int]:
-        if self._row_lengths is None:
-            self._row_lengths = lengths(manifest)
-        return self._row_lengths
 
     def _map(self, index: int, descriptor: int, size: int) -> None:
         imported = False

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.weightcache.models import config
 
 from weightcache.arena import align, cuda_views
-from weightcache.manifest import Manifest, Publisher, lengths, validate
+from weightcache.manifest import Manifest, Publisher, validate
 
 STORAGE = 4096
 DTYPES = ["bfloat16", "float32", "uint8"]
@@ -57,7 +57,7 @@ def test_each_row_has_its_bytes_and_a_storage_of_its_neighbourhood(rows: list[tu
     manifest = manifest_of(rows)
     validate(manifest)
     arena = torch.randint(0, 256, (manifest.size,), dtype=torch.uint8)
-    sizes = lengths(manifest)
+    sizes = manifest.lengths
     with mock.patch.object(cuda_views, "STORAGE_BYTES", STORAGE), torch.no_grad():
         found = list(cuda_views.views(arena, manifest, sizes))
     assert len(found) == len(manifest)
