@@ -10,7 +10,7 @@ from torch import nn
 
 from gpu_parts import models, sparse
 from gpu_parts.processes import Talk, cuda_context
-from weightcache import client, messages
+from weightcache import client, device, messages
 from weightcache.arena import kinds
 from weightcache.attachment import Loaded, Verification
 from weightcache.checkpoint import Checkpoint
@@ -200,7 +200,7 @@ def verify_again(talk: Talk, shape: models.Shape, where: torch.device, socket: P
 def mapping(shape: models.Shape, where: torch.device, socket: Path) -> tuple[Any, Any]:
     """The manifest and the mapped arena of a resident model, without a model to bind them to."""
     connection = Connection(socket, messages.Hello(version="benchmark"))
-    request = messages.Attach(config=models.config(shape, where).to_dict())
+    request = messages.Attach(config=models.config(shape, where).to_dict(), device=device.uuid(where.index))
     attached, descriptors = connection.ask(request, messages.Attached)
     _, manifest = read(descriptors[0], attached.generation)
     mapped = kinds.mapping(manifest, descriptors[1:], where.index)
