@@ -41,6 +41,8 @@ from weightcache.slo import KEPT_DAYS, Objectives
 ENV_PREFIX: Final = "READMIT__"
 DEFAULT_FILE: Final = Path("readmit.toml")
 _URL: Final = re.compile(r"http://([^/:\[\]]+|\[[0-9a-fA-F:]+\]):\d+/?")
+_PLACEHOLDERS: Final = {"{model}": "model", "{host}": "url", "{port}": "url"}
+"""What stands for something in a command, and the slot's key that says for what."""
 
 
 def parse_size(value: object) -> object:
@@ -189,10 +191,13 @@ class Slot(Section):
     def _complete(self) -> Self:
         if self.url is not None and not _URL.fullmatch(self.url):
             raise ValueError(f"url {self.url!r} is not an engine's base URL: write http://HOST:PORT")
-        for placeholder, key in {"{model}": self.model, "{host}": self.url, "{port}": self.url}.items():
-            if key is None and any(placeholder in word for word in self.command):
-                missing = "model" if placeholder == "{model}" else "url"
-                raise ValueError(f"the command uses {placeholder}, but the slot has no {missing}")
+        for placeholder in re.findall(r"\{\w+\}", " ".join(self.command)):
+            key = _PLACEHOLDERS.get(placeholder)
+            if key is not None and getattr(self, key) is None:
+                raise ValueError(f"the command uses {placeholder}, but the slot has no {key}")
+            # What resembles none is the engine's own affair.
+            if key is None and (near := difflib.get_close_matches(placeholder, _PLACEHOLDERS, 1)):
+                raise ValueError(f"in the command {placeholder} stands for nothing (did you mean {near[0]}?)")
         if self.preload is not None and ("-m", self.preload) not in itertools.pairwise(self.command):
             raise ValueError(f"preload needs a command that runs python -m {self.preload}")
         return self
@@ -299,10 +304,11 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what_to_do = "Name the file (readmit up FILE)" if isinstance(error, OSError) else "Correct it"
         raise ConfigError(
             "config_file",
             f"the configuration {file} cannot be read: {getattr(error, 'strerror', None) or error}",
-            remedy="Name the file (readmit up FILE); deploy/readmit.toml is an example",
+            remedy=f"{what_to_do}; deploy/readmit.toml is an example",
             path=str(file),
         ) from error
 

@@ -52,6 +52,21 @@ def _children(config: Config) -> Iterator[ChildSpec]:
         yield ChildSpec("gate", "gate", _gate_command(config), env | huge_pages.ENVIRONMENT, stop_s=stop_s)
 
 
+def check_gate(settings: GateSettings) -> None:
+    """Find out before a gate starts which of its files it could not use.
+
+    Raises:
+        ConfigError: ``probes``, ``token`` or ``tls``.
+    """
+    from readmit.gate import certificate  # not at the top: only those who start a gate pay for them
+    from readmit.gate.access import read_token
+
+    check_probes(settings.probes, settings.unverified_ok)
+    if settings.token_file is not None:
+        read_token(settings.token_file)
+    certificate.check(settings)
+
+
 def check_probes(probes: Path | None, unverified_ok: bool) -> None:
     """Raises ConfigError ``probes``, or what `ProbeSet.load` raises, when a gate would never open."""
     if probes is None and not unverified_ok:
@@ -148,7 +163,17 @@ def check(spec: KeeperSpec, addresses: dict[str, str]) -> None:
     for child in spec.children:
         _check_command(child)
     alive = set(_living(spec.runtime_dir))
+    listening: dict[str, str] = {}
     for name, address in addresses.items():
+        other = listening.setdefault(address, name)
+        if other != name and split_address(address)[1] != 0:
+            raise ConfigError(
+                "port_taken",
+                f"{other} and {name} cannot both listen on {address}",
+                remedy="Give each its own port in the configuration",
+                address=address,
+                process=name,
+            )
         if name not in alive:
             _check_address(name, address)
 

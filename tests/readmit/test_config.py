@@ -70,6 +70,14 @@ def test_placeholders_are_filled_in_and_json_is_left_alone(file: Path) -> None:
     assert second.argv == ("engine", "two words")
 
 
+def test_a_placeholder_that_is_none_is_refused_if_it_looks_like_one(file: Path) -> None:
+    text = file.read_text()
+    file.write_text(text.replace("{model}", "{modle}"))
+    assert "{modle} stands for nothing (did you mean {model}?)" in str(refused(file))
+    file.write_text(text.replace("{model}", "{level}"))
+    assert "{level}" in load(file).slot[0].argv
+
+
 def test_defaults_need_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("READMIT_RUNTIME", "/run/elsewhere")
@@ -174,10 +182,12 @@ def test_all_problems_are_told_at_once(file: Path) -> None:
 def test_a_file_that_is_not_there_or_not_toml_is_named(file: Path) -> None:
     file.write_text("[node\n")
     assert refused(file).reason == "config_file"
+    assert "Correct it" in str(refused(file))
     file.unlink()
     error = refused(file)
     assert error.reason == "config_file"
     assert "No such file" in str(error)
+    assert "Name the file" in str(error)
 
 
 def test_a_socket_path_too_long_for_the_kernel_is_told_with_both_numbers(file: Path) -> None:

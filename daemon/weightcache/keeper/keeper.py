@@ -70,6 +70,9 @@ class Keeper(Lives):
         self._watch_segments()
         if self.spec.foreground:
             self._repeat(ECHO_S, self._echo)
+        else:
+            names = ", ".join(child.name for child in self.children)
+            say(f"keeping {names}: readmit status shows them, readmit logs NAME what they print")
         self.loop.run()
         self._leave()
         return int(self._failed)

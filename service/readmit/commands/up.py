@@ -8,7 +8,7 @@ import typer
 
 from readmit.commands import application
 from readmit.config import DEFAULT_FILE, LogFormat, load
-from readmit.node import addresses, become_keeper, check, check_probes, keeper_spec
+from readmit.node import addresses, become_keeper, check, check_gate, keeper_spec
 from weightcache.errors import ConfigError
 
 app = application()
@@ -46,13 +46,17 @@ def command(
             remedy="deploy/readmit.toml is an example",
         )
     if config.gate.enabled and config.slot and (not only or Role.GATE in only):
-        check_probes(config.gate.probes, config.gate_settings().unverified_ok)
+        check_gate(config.gate_settings())
     spec = keeper_spec(config)
     if only:
         spec = spec._replace(children=tuple(child for child in spec.children if child.role in only))
     names = [child.name for child in spec.children]
     check(spec, {name: address for name, address in addresses(config).items() if name in names})
+    for child in spec.children:
+        # Only said: the folder may be one that the command sees, in a container of its own.
+        if child.model is not None and Path(child.model).is_absolute() and not Path(child.model).exists():
+            typer.echo(f"readmit: slot {child.name}: there is no {child.model} here, its model", err=True)
     if check_only:
-        typer.echo(f"{len(spec.children)} processes can start: {', '.join(names)}")
+        typer.echo(f"can start: {', '.join(names)}")
         return
     become_keeper(spec, log_format or config.telemetry.log_format)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import uvicorn
 
+from readmit.gate import certificate
 from readmit.gate.access import by_socket
 from readmit.gate.app import create_app
 from readmit.gate.gate import Gate
@@ -49,8 +50,9 @@ def run(settings: GateSettings) -> int:
     """
     notifier = Notifier.from_environment()
     app = create_app(settings)
+    certificate.check(settings)
     config = uvicorn.Config(app, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, **_UVICORN)
-    _load(config)
+    config.load()
     listener = listen(settings, notifier)
     # Who stops reading would keep an engine for ever: the kernel breaks off what its client takes nothing of.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(settings.idle_limit_s * 1e3), 2**31 - 1))
@@ -59,19 +61,6 @@ def run(settings: GateSettings) -> int:
     server = GateServer(config, app.state.gate, notifier, listener)
     server.run(sockets=[listener])
     return os.EX_SOFTWARE if app.state.gate.failure is not None else os.EX_OK
-
-
-def _load(config: uvicorn.Config) -> None:
-    try:
-        config.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            "tls",
-            f"the gate cannot serve HTTPS with {config.ssl_certfile}",
-            expected="a certificate chain and its private key, as PEM",
-            found=str(error),
-            remedy="Name the right files (tls_cert, tls_key)",
-        ) from error
 
 
 def listen(settings: GateSettings, notifier: Notifier) -> socket.socket:
