@@ -274,6 +274,7 @@ async def _serve(
     _journal_start(residency, began)
     _watch_gpus(residency, loop, stop_watching)
     telemetry, forecast = watching
+    _log.info("serving at %s, metrics on port %s", path, telemetry.port)
     tasks = (_keep_alive(deposit.notifier), _keep_telemetry(telemetry), forecast.keep())
     keeping = [asyncio.create_task(task) for task in tasks]
     try:

@@ -223,7 +223,7 @@ def _connect(path: Path, deadline: float) -> socket.socket:
         raise CacheMiss(
             "refused",
             f"nobody listens at {path}: the daemon that bound it is gone ({error.strerror})",
-            remedy="Start one with: readmit cache serve",
+            remedy="Start one (readmit up, readmit cache serve), or name its socket (--socket, --config)",
             path=str(path),
         ) from error
     except BaseException:
@@ -241,7 +241,7 @@ def _look(path: Path) -> None:
         raise CacheMiss(
             "no_daemon",
             f"no weight cache daemon: there is no socket at {path}",
-            remedy="Start one with: readmit cache serve",
+            remedy="Start one (readmit up, readmit cache serve), or name its socket (--socket, --config)",
             path=str(path),
         ) from error
     if not stat.S_ISSOCK(status.st_mode):

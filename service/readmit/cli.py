@@ -38,7 +38,8 @@ COMMANDS: Final = {
 }
 STATUSES: Final = (
     "Exit status: 0 good; 1 the answer is no (an answer was wrong, a recovery failed, weights would be missed, no "
-    "keeper runs); 2 usage, settings, or nobody to ask: the message says what to do, as JSON with --json."
+    "keeper runs); 2 usage, settings, or nobody to ask: the message says what to do, as JSON with --json; of readmit "
+    "engine 78: no restart helps."
 )
 
 

@@ -12,6 +12,7 @@ from tests.readmit.nodes import Place, free_port, place, wait_for
 
 from readmit.cli import COMMANDS, _group
 from readmit.commands import user
+from readmit.commands.status import table
 from weightcache.journal import Journal
 from weightcache.version import VERSION
 
@@ -130,7 +131,7 @@ def test_config_check_and_show(here: Place) -> None:
     (here.folder / "readmit.toml").write_text(
         '[[slot]]\nname = "a"\ncommand = ["x"]\nurl = "http://127.0.0.1:8101"\n[cache]\ncapacity = "1GiB"\n'
     )
-    assert "good, 1 slots: a" in here.readmit("config", "check").stdout
+    assert "good, slots: a\n" in here.readmit("config", "check").stdout
     shown = here.readmit("config", "show", READMIT__CACHE__CAPACITY="2GiB").stdout
     assert "capacity = 2147483648" in shown
     assert "# probes is not set" in shown
@@ -139,6 +140,16 @@ def test_config_check_and_show(here: Place) -> None:
     # What is shown can be used.
     (here.folder / "again.toml").write_text(shown)
     assert json.loads(here.readmit("config", "show", "again.toml", "--json").stdout)["cache"]["capacity"] == 2 << 30
+
+
+def test_status_tells_what_an_engine_is_and_what_its_next_start_will_be() -> None:
+    recovery = {"open": True, "cause": "crash", "seconds": 1, "attempt": 1, "phase": None, "slot_state": "stopped"}
+    engine = {"name": "a", "role": "engine", "state": "running", "pid": 7, "uptime_s": 1, "recovery": recovery}
+    assert "a     engine  running  7" in table([{**engine, "gate": None}]), "stopped is the one before"
+    gate = {"state": "ready", "active": True, "cost": None, "next_start": {"would_hit": False, "reason": "absent"}}
+    assert "serves; next start would miss (absent)" in table([{**engine, "gate": gate}])
+    assert "next start" not in table([{**engine, "gate": {**gate, "next_start": {"would_hit": True, "reason": ""}}}])
+    assert "next start" not in table([{**engine, "gate": {**gate, "next_start": None}}])
 
 
 def test_status_without_a_keeper_says_so(here: Place) -> None:
@@ -159,6 +170,31 @@ def test_a_cache_without_a_keeper_is_run_as_the_nodes_configuration_says(here: P
     wait_for(lambda: here.readmit("cache", "status").returncode == 0, "the daemon answers")
     assert json.loads(here.readmit("cache", "status", "--json").stdout)["capacity"] == 2 << 30, "options win"
     assert {event.node for event in Journal(here.state_dir / "journal.sqlite3").query("")} == {"n"}
+
+
+@pytest.mark.parametrize("alone", [[], ["--unsupervised"]])
+def test_a_gate_whose_engines_no_keeper_starts_says_so(here: Place, alone: list[str]) -> None:
+    here.gate = f"127.0.0.1:{free_port()}"
+    gate = here.start("gate", "--slot", "a=http://127.0.0.1:1", "--listen", here.gate, "--drain-notice", "0", *alone)
+    wait_for(here.readiness, "the gate answers")
+    said = here.end(gate)[2]
+    assert ("no keeper answers" in said) is not bool(alone)
+
+
+def test_the_cache_is_found_by_the_nodes_configuration_as_everything_else_is(here: Place) -> None:
+    (here.folder / "readmit.toml").write_text('[node]\nruntime_dir = "here"\n')
+    (here.folder / "other.toml").write_text('[node]\nruntime_dir = "there"\n')
+
+    def asked(*words: str, **environment: str) -> str:
+        answer = here.readmit("cache", *words, **environment)
+        assert answer.returncode == 2
+        return answer.stderr
+
+    for words in (("status",), ("release", "--all"), ("quarantine", "g"), ("load", "m")):
+        assert f"no socket at {here.folder}/here/cache.sock" in asked(*words)
+        assert f"no socket at {here.folder}/there/cache.sock" in asked(*words, "--config", "other.toml")
+    assert "no socket at w.sock" in asked("status", WEIGHTCACHE_SOCKET="w.sock"), "an engine's own word comes first"
+    assert "no socket at s.sock" in asked("status", "--socket", "s.sock", "--config", "other.toml")
 
 
 def test_in_a_container_an_operator_may_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def ask(runtime_dir: Path, request: dict[str, Any], *, timeout_s: float = _ANSWE
         raise ConfigError(
             "no_keeper",
             f"no keeper answers at {path}: {error.strerror or error}",
-            remedy="Start one (readmit up), or name its runtime folder (READMIT_RUNTIME)",
+            remedy="Start one (readmit up), or name its runtime folder (READMIT_RUNTIME, --config)",
             path=str(path),
         ) from error
     result: dict[str, Any] = json.loads(answer) if answer else {"error": "the keeper hung up"}

@@ -117,7 +117,7 @@ class Telemetry:
                 "metrics_address",
                 f"metrics cannot be served on {self._address}",
                 expected="HOST:PORT that nobody uses",
-                found=str(error),
+                found=(error.strerror or str(error)) if isinstance(error, OSError) else "none",
                 remedy="Choose another one with --metrics (a port of 0 takes any)",
             ) from error
 

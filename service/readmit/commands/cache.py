@@ -13,10 +13,11 @@ from rich.table import Table
 
 from readmit.commands import Json, application
 from readmit.commands.checkpoint import fingerprint, preflight
-from readmit.commands.daemon import Dtype, Socket
+from readmit.commands.daemon import Dtype, Socket, socket_of
 from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
 from readmit.daemon import ask_daemon
+from readmit.where import ConfigOption
 from weightcache import messages
 from weightcache.occupancy import by_device
 
@@ -35,7 +36,7 @@ def serve(
         Path | None, typer.Option("--config", help="The node's configuration; other options win.")
     ] = None,
 ) -> None:
-    """Run the weight cache daemon in the foreground (its options: readmit cache serve --help)."""
+    """Run the weight cache daemon in the foreground."""
     command: tuple[str, ...] = (sys.executable, "-m", "weightcache.daemon")
     if config is not None:
         from readmit.config import load as load_config  # here, because a daemon that restarts without one waits for it
@@ -51,13 +52,13 @@ def serve(
 
 
 @app.command()
-def status(socket: Socket = None, as_json: Json = False) -> None:
-    """What is resident, who uses it, what is loading, and what was lost."""
-    facts = ask_daemon(socket, messages.Status())
+def status(socket: Socket = None, config: ConfigOption = None, as_json: Json = False) -> None:
+    """Show what is resident, who uses it, what loads, what was lost."""
+    facts = ask_daemon(socket_of(socket, config), messages.Status())
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    console = Console()
+    console = Console(soft_wrap=True)
     limit = f" of {_mib(facts['capacity'])}" if facts["capacity"] else ""
     keeper = "descriptors kept by a keeper" if facts["keeper"] else "no keeper: weights end with daemon and engines"
     console.print(
@@ -83,11 +84,13 @@ def release(
     everything: Annotated[bool, typer.Option("--all", help="Release all of them.")] = False,
     force: Annotated[bool, typer.Option(help="Also what engines use; its memory returns when they end.")] = False,
     socket: Socket = None,
+    config: ConfigOption = None,
     as_json: Json = False,
 ) -> None:
     """Give resident weights up."""
     if (generation is None) != everything:
         raise typer.BadParameter("name a generation, or give --all")
+    socket = socket_of(socket, config)
     name = None if generation is None else _full_name(socket, generation)
     released = ask_daemon(socket, messages.Release(generation=name, force=force))["released"]
     typer.echo(json.dumps({"released": released}) if as_json else f"released {', '.join(released) or 'nothing'}")
@@ -99,9 +102,11 @@ def quarantine(
     reason: Annotated[str, typer.Option(help="Why; shown to whoever asks for it.")] = "set by an operator",
     lift: Annotated[bool, typer.Option("--lift", help="Hand it out again.")] = False,
     socket: Socket = None,
+    config: ConfigOption = None,
     as_json: Json = False,
 ) -> None:
     """Hand a generation to nobody, without giving its memory up."""
+    socket = socket_of(socket, config)
     request = messages.Quarantine(generation=_full_name(socket, generation), reason=reason, lift=lift)
     facts = ask_daemon(socket, request)
     told = f"generation {facts['generation']} is {'quarantined: ' + reason if facts['quarantined'] else 'handed out'}"
@@ -116,13 +121,19 @@ def explain(
     tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
     device: Annotated[str | None, typer.Option(help="UUID of the GPU it would use (nvidia-smi -L); else any.")] = None,
     socket: Socket = None,
+    config: ConfigOption = None,
     as_json: Json = False,
 ) -> None:
-    """Would an engine that starts now hit? If not: why, with both sides of every differing field."""
-    config = _identity(model, dtype, tp_size, tp_rank)
-    facts = ask_daemon(socket, messages.Explain(config=config, device=device))
+    """Say whether a transformers engine would hit now, and if not, why.
+
+    Both sides of every field that differs are shown. Of any other engine readmit status says it, by what its slot asked
+    for last.
+    """
+    socket = socket_of(socket, config)
+    wanted = _identity(model, dtype, tp_size, tp_rank)
+    facts = ask_daemon(socket, messages.Explain(config=wanted, device=device))
     if as_json:
-        typer.echo(json.dumps({**facts, "config": config}, indent=1))
+        typer.echo(json.dumps({**facts, "config": wanted}, indent=1))
     elif facts["would_hit"]:
         typer.echo(f"hit: generation {facts['generation']}")
     else:

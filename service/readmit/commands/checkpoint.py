@@ -28,7 +28,7 @@ def preflight(
     tp_size: Annotated[int, typer.Option(min=1, help="Check that so many ranks can share it, too.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Check a checkpoint by its index and headers, without loading it. Exits 2 if it is bad, and says where."""
+    """Check a checkpoint by its index and headers. Exits 2 if it is bad, and says where."""
     checkpoint = Checkpoint.open(model, revision)
     found = quantization.of(checkpoint)
     by_dtype: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def fingerprint(
     tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show the identity that a transformers engine here would ask for. Without --hash a large one is not read."""
+    """Show the identity that a transformers engine asks for. Without --hash a large one is not read."""
     if tp_rank >= tp_size:
         raise typer.BadParameter(f"there is no rank {tp_rank} of {tp_size}")
     folder = Folder.open(model, revision)

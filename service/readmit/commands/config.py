@@ -16,19 +16,25 @@ File = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The file; r
 
 @app.command("check")
 def check(file: File = None, as_json: Json = False) -> None:
-    """Say whether a configuration can be used; `readmit up --check` also looks at ports and commands."""
+    """Say whether a configuration can be used.
+
+    Ports, programs and files are looked at by readmit up --check.
+    """
     config = load(file or DEFAULT_FILE)
     if config.slot and config.gate.enabled:
         config.gate_settings()  # which refuses what can never work
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
     else:
-        typer.echo(f"{config.file}: good, {len(config.slot)} slots: {', '.join(slot.name for slot in config.slot)}")
+        typer.echo(f"{config.file}: good, slots: {', '.join(slot.name for slot in config.slot) or 'none'}")
 
 
 @app.command("show")
 def show(file: File = None, as_json: Json = False) -> None:
-    """Print every key with the value in force, the environment's included."""
+    """Print every key with the value in force.
+
+    It is the environment's, else the file's, else the default.
+    """
     config = load(file)
     if as_json:
         typer.echo(config.model_dump_json(indent=2))

@@ -1,6 +1,7 @@
 """``readmit gate``: run the gate, or have it let engines in for a while whatever they answer."""
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,16 @@ from readmit.commands import Json, application, user
 from readmit.gate.operator import order
 from readmit.gate.settings import GateSettings, SlotSettings
 from readmit.where import ConfigOption, Where
+from weightcache import paths
 from weightcache.errors import ConfigError
+from weightcache.keeper.control import ask
 from weightcache.logs import configure
-from weightcache.paths import journal_path
 
 app = application()
 
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600}
+
+log = logging.getLogger("readmit.gate")
 
 
 @app.callback(invoke_without_command=True)
@@ -89,7 +93,7 @@ def command(
     settings = GateSettings(
         slots=_slots(slot or (), supervised=not unsupervised),
         listen=listen,
-        journal=journal or journal_path(),
+        journal=journal or paths.journal_path(),
         runtime_dir=runtime_dir,
         cache_socket=cache_socket,
         probes=probes,
@@ -110,6 +114,11 @@ def command(
         max_body_bytes=max_body_bytes,
         explain_refusals=explain_refusals,
     )
+    if not unsupervised:
+        try:
+            ask(runtime_dir or paths.runtime_dir(create=False), {"status": True})
+        except ConfigError as error:
+            log.warning("%s No engine is let in that no keeper started, unless --unsupervised", error)
     raise typer.Exit(run(settings))
 
 

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from readmit.commands import Json
 from readmit.commands.checkpoint import prove
-from readmit.commands.daemon import Dtype, Socket
+from readmit.commands.daemon import Dtype, Socket, socket_of
 from readmit.commands.engines import Engine, Offline, offline
 from readmit.daemon import ask_daemon, connect
+from readmit.where import ConfigOption
 from weightcache import identity, memory, messages
 from weightcache.checkpoint import Checkpoint, Folder
 from weightcache.errors import ProtocolError, ResourceError
@@ -37,9 +38,10 @@ def load(
     tp_size: TpSize = 1,
     wait_s: Wait = 1800.0,
     socket: Socket = None,
+    config: ConfigOption = None,
     as_json: Json = False,
 ) -> None:
-    """Have the daemon start load workers, so that the next engine hits."""
+    """Load weights now, so that the next engine hits."""
     if (model is None) == (command is None):
         raise typer.BadParameter("name a model, or give --command")
     if command is not None and (tp_size > 1 or dtype is not None):
@@ -48,7 +50,7 @@ def load(
         workers = [_words(command)]
     else:
         workers = _workers(sys.executable, offline(engine), str(model), dtype, tp_size)
-    done = _load_all(workers, wait_s, socket)
+    done = _load_all(workers, wait_s, socket_of(socket, config))
     seconds = max(each["seconds"] for each in done)
     facts = done[0] if len(done) == 1 else {"seconds": seconds, "ranks": done}
     typer.echo(json.dumps(facts) if as_json else f"resident after {seconds} s")
@@ -62,15 +64,17 @@ def prepare(
     tp_size: TpSize = 1,
     wait_s: Wait = 1800.0,
     socket: Socket = None,
+    config: ConfigOption = None,
     as_json: Json = False,
 ) -> None:
-    """Load for a coming version of the engine before it is rolled out, beside what the present one uses.
+    """Load for a coming version of the engine, beside what is in use.
 
     Exits 2 where there is no room for both.
     """
     runs, python = offline(engine), new / "bin" / "python"
     if not os.access(python, os.X_OK):
         raise typer.BadParameter(f"{python} is no interpreter that can be run")
+    socket = socket_of(socket, config)
     before = ask_daemon(socket, messages.Status())
     needed = Checkpoint.open(model).total_bytes
     require_room(before, needed)
@@ -159,7 +163,8 @@ def _load_all(workers: list[list[str]], wait_s: float, socket: Path | None) -> l
         CacheMiss: one of them failed; its last words are in the message.
     """
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def run(rank: int) -> dict[str, Any]:
             task = progress.add_task(f"loading rank {rank}" if len(workers) > 1 else "loading", total=None)

@@ -40,7 +40,7 @@ def parity(
     socket: Annotated[Path | None, typer.Option(help="Compare what is resident at this daemon.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Load a model twice, from disk and through an arena, and compare tensors, bytes, logits. Exits 1 if they differ.
+    """Compare a model's loads from disk and through an arena: tensors, bytes, logits. Exits 1 if they differ.
 
     Without a daemon the arena is made here. With --socket it is what is resident, which may come from another version
     of the engine. With --old and --new two versions load the model, and neither cache nor daemon takes part; for vLLM

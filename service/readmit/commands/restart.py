@@ -42,12 +42,11 @@ def command(
     config: ConfigOption = None,
     as_json: Json = False,
 ) -> None:
-    """Restart a slot's engine, or the daemon, or the gate. A slot that was given up starts anew.
+    """Restart a slot's engine, the daemon, the gate or the keeper. A slot that was given up starts anew.
 
-    The keeper goes on in its process as the release of this command, with everything that it keeps, by the
-    configuration as it is now; what runs does not notice, and starts anew only when it is restarted itself. Where that
-    release cannot run, the old keeper stays and the reason is printed.
-    With --wait, exits 1 when the engine does not come back.
+    A keeper goes on in its process as the release of this command, by the configuration as it is now: slots that are
+    new start, and are let in once the gate has been restarted too. What runs does not notice. Where that release cannot
+    run, the old keeper stays and the reason is printed. With --wait, exits 1 when the engine does not come back.
     """
     where = Where.find(config)
     facts: dict[str, Any] = {"slot": slot, "episode": None}

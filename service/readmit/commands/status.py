@@ -1,7 +1,7 @@
 """``readmit status``: what runs here now, by the keeper's word and the journal's."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -52,7 +52,7 @@ def command(
     if as_json:
         typer.echo(json.dumps({**keeper, "problem": problem}, indent=2))
     else:
-        typer.echo(_table(keeper["children"]))
+        typer.echo(table(keeper["children"]))
         if problem:
             typer.echo(f"readmit: {problem}", err=True)
     raise typer.Exit(1 if problem else 0)
@@ -101,11 +101,14 @@ def _recovery(replay: Replay, name: str) -> dict[str, Any] | None:
     }
 
 
-def _table(children: Iterable[dict[str, Any]]) -> str:
+def table(children: Iterable[dict[str, Any]]) -> str:
+    """A line for each process."""
     rows = [("NAME", "ROLE", "STATE", "PID", "UPTIME", "")]
     for child in children:
         recovery = child["recovery"]
         state = (recovery or {}).get("slot_state") if child["state"] == "running" else None
+        if state == "stopped":  # the engine before this one; the gate has not looked at this one yet
+            state = None
         rows.append(
             (
                 child["name"],
@@ -113,7 +116,7 @@ def _table(children: Iterable[dict[str, Any]]) -> str:
                 state or child["state"],
                 str(child["pid"] or "-"),
                 _duration(child["uptime_s"]),
-                "; ".join(filter(None, (_story(child), _place(child.get("gate"))))),
+                "; ".join(filter(None, (_story(child), *_place(child.get("gate"))))),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -136,15 +139,17 @@ def _story(child: dict[str, Any]) -> str:
     return f"{recovery['outcome']} {seconds} after {recovery['cause']}"
 
 
-def _place(gate: dict[str, Any] | None) -> str:
-    """Whether a slot serves or stands by, and what that costs."""
+def _place(gate: dict[str, Any] | None) -> Iterator[str]:
+    """Whether a slot serves or stands by, and what that costs; a next start that would miss, and why."""
     if gate is None or gate["state"] not in ("ready", "draining"):
-        return ""
+        return
     place = "drained" if gate["state"] == "draining" else "serves" if gate["active"] else "stands by"
     cost = gate["cost"] or {}
     memory = f", {cost['private_bytes'] >> 20} MiB of its own" if cost.get("private_bytes") else ""
     tokens = f", room for {cost['kv_tokens']} tokens" if cost.get("kv_tokens") else ""
-    return place + memory + tokens
+    yield place + memory + tokens
+    if gate["next_start"] and not gate["next_start"]["would_hit"]:
+        yield f"next start would miss ({gate['next_start']['reason']})"
 
 
 def _duration(seconds: float | None) -> str:

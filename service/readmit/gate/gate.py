@@ -253,7 +253,7 @@ class Gate:
             return Problem(409, "draining", "This gate is shutting down.")
         if watch.slot.ready and not force and sum(slot.ready for slot in self.slots) == 1:
             detail = (
-                f"No other slot is ready: draining {name} would end the service. With force it is done all the same."
+                f"No other slot is ready: draining {name} would end the service. With --force it is done all the same."
             )
             return Problem(409, "last-slot", detail)
         log.warning("slot %s is drained by %s", name, user, extra={"slot": name})
