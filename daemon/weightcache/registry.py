@@ -200,7 +200,7 @@ class Registry:
             raise _differs(generation, differences)
         raise CacheMiss(
             "absent",
-            f"nothing of {wanted.model_path} is resident",
+            "no weights of this model are resident",
             expected=wanted.model_path,
             found=sorted({generation.config.model_path for generation in self.generations.values()}) or "nothing",
             remedy="Load it with readmit cache load, or let the engine load and publish it",

@@ -5,16 +5,14 @@ import platform
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from readmit.quantiles import tell
+from readmit.quantiles import QUANTILES, tell
 from readmit.report import History
 from weightcache.episodes import Episode
 from weightcache.journal import Journal
 from weightcache.version import VERSION
 from weightcache.vocabulary import PATHS
-
-QUANTILES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True)

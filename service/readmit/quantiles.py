@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+QUANTILES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _CONFIDENCE: Final = 0.95
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from readmit.quantiles import tell
+from readmit.quantiles import QUANTILES, tell
 from readmit.remedies import REMEDIES
 from weightcache.amdahl import LOAD, Account, account
 from weightcache.availability import Availability, Outage
@@ -20,7 +20,6 @@ from weightcache.slo import Objectives
 from weightcache.starting_state import COMPARED, differences
 from weightcache.vocabulary import PATHS
 
-QUANTILES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _BATCH: Final = 5_000
 
 

@@ -176,6 +176,14 @@ def test_last_words_of_dead_engines_are_found(journal, tmp_path):
     tail.write_text("out of memory\n")
     (dead,) = build(journal, output=output).dead
     assert (dead.attempt, dead.signal, dead.output) == (1, 9, str(tail))
+    shown = text_of(build(journal, output=output)).replace("\n", "")
+    assert f"last words in {output}" in shown
+    assert tail.name in shown
+
+
+def test_what_to_do_about_a_miss_is_said_once(journal):
+    miss(journal, 101, message="no weights are resident: expected some. Load it.", remedy="Load it")
+    assert text_of(build(journal)).count("Load it") == 1
 
 
 class TestQuantiles:
@@ -202,7 +210,7 @@ class TestCommand:
         Story(slot="c", episode="c" * 32).open(0).phase("import", 1).tell(journal, ago(30))
         table, facts = self.run(journal), self.run(journal, "--json", "--since", "1d")
         assert table.returncode == facts.returncode == 0, table.stderr + facts.stderr
-        for said in ("fingerprint / dtype", "3 of 4 recoveries", "10.00 measured", "Open now", "insufficient data"):
+        for said in ("fingerprint / dtype", "3 of 4 recoveries", "10.00 measured", "Open now", "needs 59"):
             assert said in table.stdout
         told = json.loads(facts.stdout)
         assert told["started"] == 5

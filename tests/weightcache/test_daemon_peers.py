@@ -164,7 +164,7 @@ def honest(cache: Cache) -> float:
     """How long an honest client takes to be answered twice."""
     began = time.monotonic()
     connection = cache.connect()
-    with pytest.raises(CacheMiss, match="nothing of"):
+    with pytest.raises(CacheMiss, match="no weights of this model"):
         connection.ask(messages.Attach(config=config("nobody's").to_dict()), messages.Attached)
     connection.close()
     return time.monotonic() - began

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from readmit.commands import Json, application
-from readmit.commands.tables import table, titled
+from readmit.commands.tables import quantile, table, titled
 from readmit.config import DEFAULT_FILE, load, split_address
 from readmit.drill import LIMIT_S, Drill, DrillPath, Fault, Order, Traffic, deed
-from readmit.drill_report import QUANTILES, ByPath, DrillReport, Spread
+from readmit.drill_report import ByPath, DrillReport, Spread
 from readmit.gate.access import read_token
 from readmit.gate.operator import SOCKET
 from readmit.gate.operator import order as ask_gate
-from readmit.quantiles import needed
+from readmit.quantiles import QUANTILES
 from readmit.where import ConfigOption, Where
 from weightcache import paths
 from weightcache.errors import ConfigError
@@ -163,10 +163,7 @@ def show(report: DrillReport, console: Console) -> None:
 
 
 def _cells(spread: Spread) -> list[str]:
-    quantiles = [
-        f"needs {needed(QUANTILES[name])}" if isinstance(value, str) else f"{value:.2f} s"
-        for name, value in spread.quantiles.items()
-    ]
+    quantiles = [quantile(name, value, "{:.2f} s".format) for name, value in spread.quantiles.items()]
     return [str(spread.n), *quantiles, f"{spread.max_s:.2f} s"]
 
 

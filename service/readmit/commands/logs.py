@@ -39,21 +39,22 @@ def command(
     """Print the output of the latest attempt, or of the engines that ended before and in a recovery."""
     where = Where.find(config)
     folder = where.state_dir / "output"
+    names = sorted({_slot(file) for file in folder.glob("*.log")})
     if (slot is None) == (episode is None):
-        raise typer.BadParameter("name a slot, or a recovery with --episode")
+        kept = f" ({', '.join(names)})" if names else ""
+        raise typer.BadParameter(f"name a slot{kept}, or a recovery with --episode")
     if episode is not None:
         _print_recovery(where, folder, episode)
         return
     assert slot is not None
     path = _latest(folder, slot)
     if path is None:
-        names = sorted({_slot(file) for file in folder.glob("*.log")}) if folder.is_dir() else []
         raise ConfigError(
             "no_output",
-            f"{slot} has printed nothing yet",
-            expected=f"one of {', '.join(names) or 'no slot so far'}",
+            f"no output of {slot} is kept here",
+            expected=f"one of {', '.join(names)}" if names else "output, of which there is none yet",
             found=slot,
-            remedy="readmit status lists the slots",
+            remedy="readmit status shows what runs here",
         )
     try:
         _print(folder, slot, path, tail, follow)

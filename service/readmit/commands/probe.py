@@ -85,7 +85,9 @@ def record_command(
         raise _no_answer(url, error) from error
     probe_set.save(out)
     of = f", of checkpoint {probe_set.checkpoint_digest}" if probe_set.checkpoint_digest else ""
-    typer.echo(f"{out}: {len(probe_set.probes)} golden answers of {probe_set.model}{of}, probe set {probe_set.digest}")
+    count = len(probe_set.probes)
+    answers = f"{count} golden answer{'s' if count != 1 else ''}"
+    typer.echo(f"{out}: {answers} of {probe_set.model}{of}, probe set {probe_set.digest}")
 
 
 @app.command("verify")

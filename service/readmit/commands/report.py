@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from readmit.commands import Json, application
-from readmit.commands.tables import table, titled
+from readmit.commands.tables import quantile, table, titled
 from readmit.report import Group, Report, build
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
@@ -83,7 +84,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.open:
         yield titled("Open now", _open(report))
     if report.dead:
-        yield titled("Engines that ended", _dead(report))
+        kept = {str(Path(it.output).parent) for it in report.dead if it.output}
+        yield titled(f"Engines that ended{''.join(f'; last words in {folder}' for folder in kept)}", _dead(report))
     if report.spool_bytes:
         yield f"{report.spool_bytes} bytes of events wait to be merged into the journal, and are not in here."
 
@@ -101,8 +103,7 @@ def _paths(report: Report) -> Table:
         outcomes = ", ".join(f"{n} {outcome}" for outcome, n in path.outcomes.items() if outcome != "ready")
         n = f"{path.closed}" + (f" ({outcomes})" if outcomes else "")
         n += f" ({path.unverified} unverified)" if path.unverified else ""
-        quantiles = (path.quantiles[name] for name in _SHOWN_QUANTILES)
-        told = [value.replace(" (", "\n(") if isinstance(value, str) else _s(value) for value in quantiles]
+        told = [quantile(name, path.quantiles[name], _s) for name in _SHOWN_QUANTILES]
         shown.add_row(path.path, n, str(path.open), str(path.late), _s(path.threshold_s), _s(path.worst_s), *told)
     return shown
 
@@ -122,7 +123,7 @@ def _reasons(report: Report) -> Table:
         reason = f"{it.reason} / {it.detail}" if it.detail else it.reason
         shown.add_row(reason, str(it.recoveries), str(it.lookups), it.remedy)
         if it.message:
-            shown.add_row("", "", "", Text(it.message, style="dim"))
+            shown.add_row("", "", "", Text(it.message.removesuffix(f" {it.remedy}."), style="dim"))
     return shown
 
 
@@ -174,7 +175,7 @@ def _clocks(report: Report) -> Table:
 
 
 def _outages(report: Report) -> str:
-    lasting = f"; one lasts since {_s(report.outage_open_s)}" if report.outage_open_s is not None else ""
+    lasting = f"; one has lasted {_s(report.outage_open_s)}" if report.outage_open_s is not None else ""
     return (
         f"Service outages, no slot ready: {report.outages}, {_s(report.outage_s)} in all, "
         f"the longest {_s(report.worst_outage_s)}{lasting}."
@@ -195,7 +196,8 @@ def _dead(report: Report) -> Table:
     shown = table("episode", "slot", "attempt", "outcome", "status", "last words")
     for it in report.dead[-10:]:
         status = f"signal {it.signal}" if it.signal else f"exit {it.exit_code}" if it.exit_code is not None else "-"
-        shown.add_row(it.episode[:8], it.slot, str(it.attempt), it.outcome, status, it.output or "-")
+        words = Path(it.output).name if it.output else "-"
+        shown.add_row(it.episode[:8], it.slot, str(it.attempt), it.outcome, status, words)
     return shown
 
 
