@@ -91,6 +91,8 @@ def prepare(folder: Path) -> str:
         f"""
 [node]
 name = "n"
+runtime_dir = "/run/readmit"
+state_dir = "/var/lib/readmit"
 [cache]
 metrics = "{metrics}"
 [gate]
@@ -123,6 +125,13 @@ def test_the_units_keep_their_promises(node: Node) -> None:
     wait_for(lambda: node.paths() == ["miss"], "the start is closed")
     wait_for(lambda: node.stored("readmit-cache") == 4, "listener, manifest, arena and lease are stored")
     engine = node.engine()["pid"]
+
+    # Whoever logs in knows the configuration, and nothing of what is in the units.
+    for question in (("status",), ("report",), ("logs", "a"), ("cache", "status")):
+        words = ("/opt/readmit/bin/readmit", *question, "--config", "/etc/readmit/readmit.toml")
+        answer = machine.run("env", "--ignore-environment", *words)
+        assert answer.returncode == 0, answer.stderr
+    assert b"\0HOME=/var/lib/readmit\0" in Path(f"/proc/{host_pid(machine, engine)}/environ").read_bytes()
 
     # The daemon is killed, is stopped by nobody knows whom, is restarted: always with what systemd kept.
     for number, unfortunate in enumerate(("kill", "hang", "restart"), 1):
