@@ -103,6 +103,14 @@ def test_a_fleet_makes_its_own() -> None:
     assert ">= 7" in text
 
 
+def test_what_a_fleet_can_choose_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for option in ("JOB the scrape job of the daemons", "RUNBOOKS where the runbooks are", "least share of attaches"):
+        assert option in told
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -149,7 +149,7 @@ def test_a_path_too_long_for_a_socket_is_refused_first(cache: Cache) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--metrics", "nowhere"], "metrics cannot be served on nowhere: expected HOST:PORT that nobody uses, found none"),
+        (["--metrics", "nowhere"], "on nowhere: expected HOST:PORT that nobody uses, found none"),
         (["--metrics", "127.0.0.1:99999"], "metrics cannot be served"),
         (["--until-pid", "4194303"], "there is no process 4194303"),
         (["--capacity", "much"], "is not a size"),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,13 +60,19 @@ def _check(folder: Path, files: Mapping[Path, str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m readmit.observability", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m readmit.observability",
+        description="Write the rules or the dashboards, or check those that are there.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("what", choices=("rules", "dashboards"))
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file differs")
     parser.add_argument("--into", type=Path, default=Path("."), help="the folder that alerts/ and dashboards/ are in")
-    default = Settings()
+    default, about = Settings(), dict(re.findall(r"^ +(\w+): (.*)\.$", Settings.__doc__ or "", re.MULTILINE))
     for name, kind in Settings.__annotations__.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=getattr(default, name))
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=kind, default=getattr(default, name), help=about.get(name)
+        )
     return parser
 
 
