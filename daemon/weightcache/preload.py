@@ -98,6 +98,8 @@ class Resident:
         self._stamps = dict(_stamps())
         gc.collect()
         gc.freeze()  # what the collector never visits stays shared with every engine
+        if binding := sys.modules.get("weightcache.binding"):
+            binding.heap_is_frozen = True  # type: ignore[attr-defined]
 
     def check(self, request: Request) -> str | None:
         """Why this request is refused, None if it is not.

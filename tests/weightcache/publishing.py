@@ -53,18 +53,21 @@ def publishing(
     connection = cache.connect(slot="publisher")
     try:
         identity = claimed or what.manifest.config
-        connection.ask(messages.Claim(config=identity.to_dict(), replace=replace), messages.Claimed)
+        request = messages.Claim(config=identity.to_dict(), replace=replace, device=what.manifest.device)
+        connection.ask(request, messages.Claimed)
         yield connection, offer(connection, what)
     finally:
         what.close()
         connection.close()
 
 
-def attach(cache: Cache, identity: CacheConfig | None = None, wait_s: float = 0) -> tuple[Connection, str, list[int]]:
+def attach(
+    cache: Cache, identity: CacheConfig | None = None, wait_s: float = 0, device: str | None = None
+) -> tuple[Connection, str, list[int]]:
     """Attach without a model: the lease's connection, the generation, its descriptors."""
     connection = cache.connect(slot="a")
     try:
-        request = messages.Attach(config=(identity or config()).to_dict(), wait_s=wait_s)
+        request = messages.Attach(config=(identity or config()).to_dict(), wait_s=wait_s, device=device)
         for reply, descriptors in connection.ask_for_all(request, timeout_s=wait_s + 60):
             if isinstance(reply, messages.Attached):
                 return connection, reply.generation, descriptors
