@@ -278,7 +278,7 @@ def load(file: Path | None = None) -> Config:
         ConfigError: ``config_file``, when the file cannot be read; ``config``, when it or the environment says
             something unknown or impossible; ``path_too_long``, for the sockets that would be made.
     """
-    if file is None and DEFAULT_FILE.exists():
+    if file is None and os.path.exists(DEFAULT_FILE):  # not its own exists(): one may stand where one may not look
         file = DEFAULT_FILE
     data = _read(file) if file else {}
     what = f"the configuration {file}" if file else "the configuration in the environment"

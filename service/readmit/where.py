@@ -1,5 +1,6 @@
 """Where the node that a command asks about keeps its things."""
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,15 +32,19 @@ class Where(NamedTuple):
         """By a configuration, or by the environment and the defaults without one.
 
         Raises:
-            ConfigError: the configuration cannot be used.
+            ConfigError: the configuration cannot be used; ``not_ours``: this user may not look into a folder.
         """
-        if config is None and not Path("readmit.toml").exists():
+        if config is None and not os.path.exists("readmit.toml"):
             state_dir = paths.state_dir(create=False)
-            return cls(paths.runtime_dir(create=False), state_dir, paths.journal_path(), Objectives())
-        from readmit.config import load  # not at the top: it costs more than all the rest of a status
+            found = cls(paths.runtime_dir(create=False), state_dir, paths.journal_path(), Objectives())
+        else:
+            from readmit.config import load  # not at the top: it costs more than all the rest of a status
 
-        node = load(config)
-        return cls(node.node.runtime_dir, node.node.state_dir, node.journal, node.objectives)
+            node = load(config)
+            found = cls(node.node.runtime_dir, node.node.state_dir, node.journal, node.objectives)
+        for folder in (found.runtime_dir, found.journal.parent):
+            check_ours(folder)
+        return found
 
     @contextmanager
     def reading(self) -> Iterator[Journal]:
@@ -61,3 +66,27 @@ class Where(NamedTuple):
         finally:
             with suppress(sqlite3.Error):
                 journal.close()
+
+
+def check_ours(folder: Path) -> None:
+    """Find out whether this user may look into a folder, if it is there.
+
+    Raises:
+        ConfigError: ``not_ours``, with the user whose node it is.
+    """
+    try:
+        owner = folder.stat().st_uid
+    except PermissionError:
+        owner = None
+    except OSError:
+        return
+    if owner is not None and os.access(folder, os.R_OK | os.X_OK):
+        return
+    raise ConfigError(
+        "not_ours",
+        f"this user may not look into {folder}",
+        expected=None if owner is None else f"uid {owner}",
+        found=f"uid {os.geteuid()}",
+        remedy="Run the command as the user whose node it is: sudo -u USER",
+        path=str(folder),
+    )

@@ -189,3 +189,27 @@ limit = 3
     (episode,) = here.replay().episodes
     assert (episode.outcome, [it.exit_code for it in episode.attempts]) == ("abandoned", [1, 1, 1])
     assert sum(episode.phases_s().values()) == pytest.approx(episode.total_s)
+
+
+@pytest.mark.parametrize("locked", ["runtime_dir", "state_dir"])
+def test_a_node_of_another_user(here: Place, locked: str) -> None:
+    for folder in (here.runtime_dir, here.state_dir):
+        folder.mkdir()
+        (folder / "journal.sqlite3").touch()
+    folder = getattr(here, locked)
+    folder.chmod(0)
+    commands = ["status", "report", "logs a", "logs --episode x", "drain a", "restart a", "upgrade", "drill"]
+    commands += ["gate override --lift"] + (["gate --slot a=http://127.0.0.1:1"] if locked == "state_dir" else [])
+    for command in commands:
+        said = refused(here, *command.split())
+        assert said.startswith(f"readmit: this user may not look into {folder}: expected uid "), said
+        assert "sudo -u USER" in said
+    here.folder.chmod(0o600)
+    assert "this user may not look into" in refused(here, "report", READMIT_STATE=f"{here.folder}/s")
+
+
+def test_golden_answers_that_could_not_be_written(here: Place) -> None:
+    (here.folder / "locked").mkdir(mode=0o500)
+    for out in ("locked/probes.json", "nowhere/probes.json"):
+        said = refused(here, "probe", "record", "http://127.0.0.1:1", "--out", out)
+        assert f"{out} cannot be written: expected a folder that this user may write in" in said

@@ -21,7 +21,7 @@ def socket_of(socket: Path | None, config: Path | None) -> Path | None:
     """
     if socket is not None:
         return socket
-    if config is None and ("WEIGHTCACHE_SOCKET" in os.environ or not Path("readmit.toml").exists()):
+    if config is None and ("WEIGHTCACHE_SOCKET" in os.environ or not os.path.exists("readmit.toml")):
         return None
     from readmit.config import load  # not at the top: it costs more than all the rest of a question
 

@@ -12,7 +12,7 @@ import typer
 from readmit.commands import Json, application, user
 from readmit.gate.operator import order
 from readmit.gate.settings import GateSettings, SlotSettings
-from readmit.where import ConfigOption, Where
+from readmit.where import ConfigOption, Where, check_ours
 from weightcache import paths
 from weightcache.errors import ConfigError
 from weightcache.keeper.control import ask
@@ -89,7 +89,9 @@ def command(
     if config is not None:
         from readmit.config import load
 
-        raise typer.Exit(run(load(config).gate_settings()))
+        node = load(config)
+        check_ours(node.journal.parent)
+        raise typer.Exit(run(node.gate_settings()))
     settings = GateSettings(
         slots=_slots(slot or (), supervised=not unsupervised),
         listen=listen,
@@ -114,6 +116,8 @@ def command(
         max_body_bytes=max_body_bytes,
         explain_refusals=explain_refusals,
     )
+    if settings.journal is not None:
+        check_ours(settings.journal.parent)
     if not unsupervised:
         try:
             ask(runtime_dir or paths.runtime_dir(create=False), {"status": True})

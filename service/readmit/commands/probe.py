@@ -1,6 +1,7 @@
 """``readmit probe``: record golden answers from a good load, and check an engine against them."""
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -55,6 +56,16 @@ def record_command(
 ) -> None:
     """Record golden answers from an engine that is known to be good."""
 
+    where, folder = Where.find(config), out.absolute().parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "probe_file",
+            f"{out} cannot be written",
+            expected="a folder that this user may write in",
+            found=str(folder) if folder.is_dir() else "none",
+            remedy="Name another place with --out",
+        )
+
     async def recorded() -> ProbeSet:
         headers = _headers(header)
         name = model or await _served(url, headers, wait)
@@ -69,7 +80,7 @@ def record_command(
             limit_s=limit,
             headers=headers,
         )
-        weights = served_weights(url, Where.find(config))
+        weights = served_weights(url, where)
         return ProbeSet(
             model=name,
             probes=probes,
