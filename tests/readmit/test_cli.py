@@ -12,6 +12,7 @@ from tests.readmit.nodes import Place, free_port, place, wait_for
 
 from readmit.cli import COMMANDS, _group
 from readmit.commands import user
+from readmit.commands.cache import told
 from readmit.commands.status import table
 from weightcache.journal import Journal
 from weightcache.version import VERSION
@@ -150,6 +151,12 @@ def test_status_tells_what_an_engine_is_and_what_its_next_start_will_be() -> Non
     assert "serves; next start would miss (absent)" in table([{**engine, "gate": gate}])
     assert "next start" not in table([{**engine, "gate": {**gate, "next_start": {"would_hit": True, "reason": ""}}}])
     assert "next start" not in table([{**engine, "gate": {**gate, "next_start": None}}])
+
+
+def test_why_a_start_would_miss_does_not_send_anybody_to_the_command_that_says_it() -> None:
+    miss = {"reason": "fingerprint", "message": "it differs: expected 1. See: explain.", "remedy": "See: explain"}
+    assert told({**miss, "differences": [{}]}) == "miss, reason fingerprint: it differs: expected 1."
+    assert told({**miss, "differences": []}).endswith("See: explain.")
 
 
 def test_status_without_a_keeper_says_so(here: Place) -> None:

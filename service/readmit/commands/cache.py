@@ -16,6 +16,7 @@ from readmit.commands.checkpoint import fingerprint, preflight
 from readmit.commands.daemon import Dtype, Socket, socket_of
 from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
+from readmit.commands.tables import table
 from readmit.daemon import ask_daemon
 from readmit.where import ConfigOption
 from weightcache import messages
@@ -137,7 +138,7 @@ def explain(
     elif facts["would_hit"]:
         typer.echo(f"hit: generation {facts['generation']}")
     else:
-        typer.echo(f"miss, reason {facts['reason']}: {facts['message']}")
+        typer.echo(told(facts))
         if facts["differences"]:
             Console().print(_differences(facts["differences"]))
     if not facts["would_hit"]:
@@ -181,11 +182,17 @@ def _generation(each: dict[str, Any]) -> str:
     )
 
 
+def told(miss: dict[str, Any]) -> str:
+    """Why an engine would miss. Where every difference is shown with it, it need not say how to see them."""
+    message = miss["message"].removesuffix(f" {miss['remedy']}.") if miss["differences"] else miss["message"]
+    return f"miss, reason {miss['reason']}: {message}"
+
+
 def _differences(differences: list[dict[str, Any]]) -> Table:
-    table = Table("field", "this model", "resident")
+    shown = table("field", "this model", "resident")
     for each in differences:
-        table.add_row(each["field"], str(each["expected"]), str(each["found"]))
-    return table
+        shown.add_row(each["field"], str(each["expected"]), str(each["found"]))
+    return shown
 
 
 def _mib(size: int | None) -> str:
