@@ -133,6 +133,12 @@ class Chronicle:
         engine = Engine(attempt.pid, attempt.start_ticks)
         return engine if engine.alive else None
 
+    def is_given_up(self, slot: str) -> bool:
+        """Whether the keeper has stopped trying to start a slot's engine, of its own accord."""
+        last = self.replay.slots[slot].last
+        gave_up = last is not None and last.outcome == "abandoned" and not last.stopped
+        return gave_up and self.episode(slot) is None
+
     def generation(self, slot: str) -> str | None:
         """The weights that a slot's engine mapped or published: one generation, or one a rank joined by ``+``."""
         ranks = self._generations.get(slot, {}) if self._is_told(slot) else {}

@@ -307,6 +307,8 @@ class Gate:
         # What a golden question found may hold the answer to it, and paths of this machine.
         explained = f" ({outlook.message})" if outlook.message and self.settings.explain_refusals else ""
         detail = f"No engine answers correctly: slot {outlook.slot} is {outlook.state}, {outlook.reason}{explained}."
+        if outlook.reason == "given_up":
+            detail += f" Nobody starts it again: see readmit status, and then readmit restart {outlook.slot}."
         return Problem(503, "not-ready", detail, max(1, math.ceil(remaining)), facts=facts)
 
     def no_connection(self, trace_id: str) -> Problem:

@@ -75,7 +75,7 @@ def _explained(
         proof = _PROOF[outlook.verified]
         age = "" if outlook.last_correct_s is None else f", last correct answer {outlook.last_correct_s:.1f} s ago"
         why = f": {outlook.message}" if outlook.message and told else ""
-        lines.append(f"  slot {slot.name} {slot.state}, {slot.reason}, for {outlook.since_s:.1f} s{proof}{age}{why}")
+        lines.append(f"  slot {slot.name} {slot.state}, {outlook.reason}, for {outlook.since_s:.1f} s{proof}{age}{why}")
     if gate.overrides.active:
         lines.append(f"  warning: {gate.overrides.current if told else 'an override is in force'}")
     if gate.probe_set_suspect:

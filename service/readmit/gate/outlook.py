@@ -17,6 +17,7 @@ class Outlook:
     """One slot, with the recovery it is in. Times are in seconds.
 
     Attributes:
+        reason: why the slot is in its state; ``given_up`` where the keeper starts no engine any more.
         phase: of the open recovery, as the engine marks it; the slot's state where nobody marks.
         since_s: how long the slot has been in its state.
         elapsed_s: how old the open recovery is; without one, `since_s`.
@@ -62,7 +63,7 @@ class Outlook:
             slot=slot.name,
             url=slot.url,
             state=slot.state,
-            reason=slot.reason,
+            reason="given_up" if slot.state == "starting" and chronicle.is_given_up(slot.name) else slot.reason,
             phase=marked.phase if marked is not None else slot.state,
             since_s=_rounded(since),
             elapsed_s=_rounded(since if elapsed is None else elapsed),
