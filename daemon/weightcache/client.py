@@ -26,7 +26,7 @@ from weightcache.errors import CacheMiss, ConfigError, ResourceError
 from weightcache.fingerprint import CacheConfig
 from weightcache.journal import Journal
 from weightcache.messages import LOAD_WORKER, MAX_WAIT_S
-from weightcache.own_daemon import ensure_daemon
+from weightcache.own_daemon import VISIBLE_GPUS, ensure_daemon
 from weightcache.parity import resident_layout
 from weightcache.policy import PUBLISHES_AFTER, USELESS, check_overrides, policy_for
 from weightcache.publish import Packed, offer, pack
@@ -206,7 +206,8 @@ class _Recovery:
         return None
 
     def _have_it_loaded(self, load_command: Sequence[str]) -> None:
-        request = messages.Load(argv=list(load_command), wait_s=self.wait_s)
+        gpus = {name: os.environ[name] for name in VISIBLE_GPUS if name in os.environ}
+        request = messages.Load(argv=list(load_command), env=gpus, wait_s=self.wait_s)
         replies = self.attachment.connect().ask_for_all(request, timeout_s=self.wait_s + 10.0)
         with self.attachment.part("read"):
             for reply, _ in replies:

@@ -17,7 +17,10 @@ _START_LIMIT_S: Final = 15.0
 _LOSER_LIMIT_S: Final = 5.0
 """How long another daemon, which won the name, may take to answer after ours has ended."""
 _PAUSE_S: Final = 0.02
+VISIBLE_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""What an ordinal of a GPU means in a process: it goes with a command that has one."""
 _NOT_THE_DAEMONS: Final = (
+    *VISIBLE_GPUS,
     *("NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC"),
     *("READMIT_SLOT", "READMIT_EPISODE", "READMIT_ATTEMPT", "READMIT_RANK", "TRACEPARENT"),
 )

@@ -11,9 +11,11 @@ _CLIENT: Final = dict.fromkeys(MISS_REASONS, "fallback") | {
     "fingerprint": "replace",
     "resource": "fail",
 }
-# A second copy on the same full device would run out of memory, so mode `daemon` raises where `client` falls back.
+# A second copy on the same full device would run out of memory, so mode `daemon` raises where `client` falls back. The
+# weights of a miss `device` are on another one.
 _DAEMON: Final = dict.fromkeys(MISS_REASONS, "fail") | {
     "absent": "wait",
+    "device": "wait",
     "residency_lost": "wait",
     "daemon_loading": "wait",
 }

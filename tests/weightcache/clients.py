@@ -171,11 +171,25 @@ def load_slowly(pipe: Pipe, socket: Path, name: str) -> None:
     pipe.recv()
 
 
-def own_daemon(pipe: Pipe, socket: Path, journal: Path, detach: bool) -> None:
-    """Attach in mode daemon; say the outcome, or the reason and detail of a miss."""
+def hold_a_claim(pipe: Pipe, socket: Path, device: str) -> None:
+    """Claim for a GPU, and load for ever."""
+    connection = Connection(socket, messages.Hello(version=VERSION))
+    connection.ask(messages.Claim(config=config().to_dict(), device=device), messages.Claimed)
+    pipe.send("claimed")
+    pipe.recv()
+
+
+def own_daemon(
+    pipe: Pipe, socket: Path, journal: Path, detach: bool, visible: str | None = None, gpu: str | None = None
+) -> None:
+    """Attach in mode daemon, seeing some GPUs or as if on one; say the outcome, or the reason and detail of a miss."""
     os.environ["READMIT_JOURNAL"] = str(journal)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    Attachment.gpu = gpu  # type: ignore[assignment]
     model = skeleton()
-    command = [sys.executable, "-c", "from tests.weightcache.clients import work; work()"]
+    command = [sys.executable, "-c", f"from tests.weightcache.clients import work; work({gpu!r})"]
     where = Journal(journal, Context("n", "a"))
     try:
         outcome = attach(
@@ -188,10 +202,11 @@ def own_daemon(pipe: Pipe, socket: Path, journal: Path, detach: bool) -> None:
     pipe.recv()
 
 
-def work() -> None:
-    """The load worker of `own_daemon`: loads, publishes and exits."""
+def work(gpu: str | None) -> None:
+    """The load worker of `own_daemon`: loads, publishes as what comes from the GPUs that it sees, and exits."""
+    Attachment.gpu = gpu  # type: ignore[assignment]
     model = skeleton()
-    outcome = attach(model, config(), load=loader(model), load_bytes=1)
+    outcome = attach(model, config(), load=loader(model), load_bytes=1, origin=os.environ.get("CUDA_VISIBLE_DEVICES"))
     sys.exit(0 if outcome.generation else str(outcome))
 
 

@@ -13,10 +13,10 @@ import torch
 from tests.weightcache import clients
 from tests.weightcache.caches import Cache, KeptCache, descriptors, memory_files, wait_for
 from tests.weightcache.models import Tiny, become, config, contents, fill
-from tests.weightcache.publishing import packed, publish
+from tests.weightcache.publishing import packed, publish, spoil
 from torch import nn
 
-from weightcache import protocol
+from weightcache import messages, protocol
 from weightcache.attachment import Progress
 from weightcache.client import attach
 from weightcache.process import Process
@@ -252,6 +252,30 @@ def test_a_detached_daemon_outlives_its_engine(cache: Cache) -> None:
     finally:
         os.kill(daemon, signal.SIGTERM)
     wait_for(lambda: not cache.socket.exists(), "the daemon to end")
+
+
+def test_what_a_daemon_has_loaded_is_loaded_where_the_engine_that_asks_is(cache: Cache) -> None:
+    """Whoever started the daemon, and whatever GPUs that one could see."""
+    origins = []
+    try:
+        for visible in ("0", "1", None):
+            with clients.client(clients.own_daemon, cache.socket, cache.journal_path, True, visible) as engine:
+                outcome, found = engine.hear()
+                assert (outcome.path, found) == ("miss", GOOD_CONTENTS)
+                origins += [each["publisher"]["origin"] for each in cache.generations()]
+                cache.ask(messages.Release(force=True))
+    finally:
+        os.kill(cache.status()["pid"], signal.SIGTERM)
+    assert origins == ["0", "1", config().model_path]
+    wait_for(lambda: not cache.socket.exists(), "the daemon to end")
+
+
+def test_mode_daemon_has_a_copy_loaded_for_its_own_gpu(served: Cache) -> None:
+    here = publish(served, spoil(packed(), arena="cuda_vmm", device="GPU-1"))
+    with clients.client(clients.own_daemon, served.socket, served.journal_path, False, None, "GPU-2") as engine:
+        outcome, found = engine.hear()
+        assert (outcome.path, outcome.reason, found) == ("miss", "device", GOOD_CONTENTS)
+        assert {each["generation"] for each in served.generations()} == {here, outcome.generation}
 
 
 def test_ranks_that_start_at_once_share_one_daemon(cache: Cache) -> None:

@@ -7,7 +7,7 @@ from weightcache.policy import PUBLISHES_AFTER, QUARANTINES, USELESS, check_over
 from weightcache.vocabulary import MISS_REASONS, POLICIES
 
 CLIENT = {"daemon_loading": "wait", "fingerprint": "replace", "resource": "fail"}
-DAEMON = {"absent": "wait", "residency_lost": "wait", "daemon_loading": "wait"}
+DAEMON = {"absent": "wait", "device": "wait", "residency_lost": "wait", "daemon_loading": "wait"}
 
 
 @pytest.mark.parametrize("reason", MISS_REASONS)

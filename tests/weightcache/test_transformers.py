@@ -288,6 +288,23 @@ def test_files_that_change_under_the_load_are_refused(
     assert caught.value.reason == "changed"
 
 
+def test_a_load_worker_is_told_which_gpu_is_the_current_one(
+    llama: Path, daemon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    asked: dict[str, Any] = {}
+
+    def attach(*_: object, **arguments: Any) -> None:
+        asked.update(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr("weightcache.integrations.transformers.attach", attach)
+    with pytest.raises(InterruptedError):
+        from_pretrained(llama, mode="daemon", socket=daemon, device="cuda")
+    assert (asked["device"], "--device=cuda:1" in asked["load_command"]) == (1, True)
+
+
 def test_a_quantisation_that_may_not_travel_is_never_shared(llama: Path, daemon: Path, tmp_path: Path) -> None:
     edit(llama / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
     journal = Journal(tmp_path / "journal.sqlite3")

@@ -101,8 +101,7 @@ def from_pretrained(
         if place.type == "cuda" and mode != "off" and tp_size == 1:
             from weightcache.integrations.transformers_gpu import load_onto
 
-            ordinal = torch.cuda.current_device() if place.index is None else place.index
-            loaded, found, arena = load_onto(checkpoint, model, form, digest, journal, progress, ordinal)
+            loaded, found, arena = load_onto(checkpoint, model, form, digest, journal, progress, place.index)
         else:
             loaded, found = load_model(checkpoint, model, form, digest, journal, progress)
         if digest is None and mode != "off" and found is not None:
@@ -211,6 +210,8 @@ def _device(wanted: torch.device | str) -> torch.device:
         found = torch.device(wanted)
         if found.type == "cuda":
             torch.cuda.get_device_capability(found)
+            # The current one is this process's: a load worker would not know which.
+            found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise ConfigError(
             "device",
