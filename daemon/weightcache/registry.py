@@ -187,7 +187,7 @@ class Registry:
                     detail=loss.detail,
                     remedy="Load them again; this miss happens once",
                 )
-        if elsewhere:
+        if elsewhere and all(other for other, *_ in near):  # an older version on this GPU is what has to be replaced
             raise CacheMiss(
                 "device",
                 "the weights are on another GPU",

@@ -257,6 +257,13 @@ class TestReplicas:
         assert registry.stale(Claim(config(), 7, self.HERE)) == [here]
         assert registry.stale(Claim(config(), 7)) == [here, there]
 
+    def test_an_old_revision_on_the_same_gpu_is_what_the_engine_is_told_of(self) -> None:
+        """It takes the place that the new one needs: after a miss ``device`` nobody would replace it."""
+        registry = Registry()
+        resident(registry, config(), name="there", device=self.THERE)
+        resident(registry, config(revision="old"), name="here", device=self.HERE)
+        assert (self.reason(registry, self.HERE), self.reason(registry, "GPU-3")) == ("fingerprint", "device")
+
     def test_a_near_match_on_the_same_gpu_explains_more(self) -> None:
         registry = Registry()
         resident(registry, config(dtype="float16"), name="there", device=self.THERE)

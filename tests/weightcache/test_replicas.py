@@ -10,25 +10,27 @@ from pathlib import Path
 
 import pytest
 from tests.weightcache.caches import KeptCache, wait_for
+from tests.weightcache.clients import client, hold_a_claim
 from tests.weightcache.models import config
 from tests.weightcache.publishing import attach, packed, publish, publishing, spoil
 
 from weightcache import messages
 from weightcache.errors import CacheMiss
+from weightcache.fingerprint import CacheConfig
 from weightcache.frames import close_all
 from weightcache.publish import Packed
 
 HERE, THERE = "GPU-1", "GPU-2"
 
 
-def copy_on(device: str, seed: int = 0) -> Packed:
-    return spoil(packed(seed=seed), arena="cuda_vmm", device=device)
+def copy_on(device: str, seed: int = 0, identity: CacheConfig | None = None) -> Packed:
+    return spoil(packed(identity, seed), arena="cuda_vmm", device=device)
 
 
-def found(cache: KeptCache, device: str | None) -> str:
+def found(cache: KeptCache, device: str | None, identity: CacheConfig | None = None) -> str:
     """The generation that an engine on this GPU is given, or the reason of its miss."""
     try:
-        connection, generation, descriptors = attach(cache, device=device)
+        connection, generation, descriptors = attach(cache, identity, device=device)
     except CacheMiss as miss:
         return miss.reason
     close_all(descriptors)
@@ -66,6 +68,31 @@ def test_a_bad_copy_is_replaced_and_the_good_one_is_not(kept: KeptCache) -> None
     with publishing(kept, copy_on(THERE, seed=1), replace=True) as (_, fresh):
         assert [found(kept, device) for device in (HERE, THERE)] == [here, fresh]
         assert {each["generation"] for each in kept.generations()} == {here, fresh}
+
+
+def test_a_new_version_takes_the_place_of_the_old_one_on_each_gpu(kept: KeptCache) -> None:
+    old, new = config(revision="old"), config(revision="new")
+    for device in (HERE, THERE):
+        publish(kept, copy_on(device, identity=old))
+    wait_for(lambda: kept.leases() == 0)
+    for device in (HERE, THERE):
+        assert found(kept, device, new) == "fingerprint", "the policy for which is to replace"
+        publish(kept, copy_on(device, identity=new), replace=True)
+    assert {(each["device"], each["config"]["revision"]) for each in kept.generations()} == {
+        (HERE, "new"),
+        (THERE, "new"),
+    }
+
+
+def test_two_that_start_from_nothing_each_load_and_the_death_of_one_is_its_own(kept: KeptCache) -> None:
+    """Two engines on two GPUs; one is killed with a claim, after which its GPU is free for the next."""
+    with client(hold_a_claim, kept.socket, THERE) as dying, publishing(kept, copy_on(HERE)) as (_, here):
+        assert dying.hear() == "claimed"
+        assert [found(kept, device) for device in (HERE, THERE)] == [here, "daemon_loading"]
+        dying.kill()
+    wait_for(lambda: found(kept, THERE) == "device", "the claim to end with its process")
+    there = publish(kept, copy_on(THERE))
+    assert [found(kept, device) for device in (HERE, THERE)] == [here, there]
 
 
 def test_what_is_lost_on_one_gpu_is_lost_there(kept: KeptCache) -> None:
