@@ -40,7 +40,6 @@ class Recollection:
         self.quarantined: dict[str, str] = {}
         self.leases: dict[str, Context] = {}
         self.residences: dict[str, Residence] = {}
-        self._identities: dict[str, str] = {}
 
     def feed(self, event: Event) -> None:
         """Take in an event; in the order of their ids."""
@@ -67,9 +66,10 @@ class Recollection:
             "quarantined": self.quarantined,
             "leases": {name: list(context) for name, context in self.leases.items()},
             "residences": [
-                [it.generation, it.config.to_dict(), it.boot_id, it.lost, it.device] for it in self.residences.values()
+                [it.generation, it.config.to_dict(), it.boot_id, it.lost] for it in self.residences.values()
             ],
-            "identities": self._identities,
+            "devices": {it.generation: it.device for it in self.residences.values() if it.device},
+            "identities": {it.generation: it.config.key() for it in self.residences.values()},  # earlier releases ask
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -80,10 +80,10 @@ class Recollection:
         """
         self.quarantined |= state["quarantined"]
         self.leases |= {name: Context(*context) for name, context in state["leases"].items()}
-        self._identities |= state["identities"]
-        for generation, config, boot_id, lost, *device in state["residences"]:  # older snapshots name no device
+        devices = state.get("devices", {})  # earlier releases name none
+        for generation, config, boot_id, lost in state["residences"]:
             with contextlib.suppress(msgspec.ValidationError):  # as in `_published`
-                residence = Residence(generation, CacheConfig.from_dict(config), boot_id, lost, *device)
+                residence = Residence(generation, CacheConfig.from_dict(config), boot_id, lost, devices.get(generation))
                 self.residences[residence.place] = residence
 
     def _published(self, generation: str, facts: dict[str, Any], boot_id: str) -> None:
@@ -92,18 +92,17 @@ class Recollection:
         except (KeyError, msgspec.ValidationError):
             return  # written by a release with other fields: no client of today can ask for it
         residence = Residence(generation, config, boot_id, device=facts.get("device"))
-        self._identities[generation] = residence.place
+        self.residences.pop(config.key(), None)  # of an earlier release, which did not say on which GPU
         self.residences[residence.place] = residence
 
     def _released(self, generation: str, how: str, detail: str) -> None:
-        identity = self._identities.get(generation, "")
-        residence = self.residences.get(identity)
-        if residence is None or residence.generation != generation:
+        residence = next((it for it in self.residences.values() if it.generation == generation), None)
+        if residence is None:
             return  # published again since: this was an older copy of the same weights
         if how == "lost":
-            self.residences[identity] = residence._replace(lost=detail)
+            self.residences[residence.place] = residence._replace(lost=detail)
         else:
-            del self.residences[identity]
+            del self.residences[residence.place]
 
 
 def recall(journal: Journal) -> Recollection:

@@ -1,14 +1,33 @@
 """This release beside the one before it: socket, manifest, journal and kept descriptors work both ways."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.compat.releases import LABEL, ROOT, Engine, Installed, engine, has_history, previous, unpack, wait_for
+from tests.compat.releases import (
+    LABEL,
+    ROOT,
+    Engine,
+    Installed,
+    engine,
+    has_history,
+    path_of,
+    previous,
+    unpack,
+    wait_for,
+)
+from tests.weightcache.models import config
 
 from weightcache import messages
 from weightcache.errors import ConfigError
+from weightcache.journal import Event
 from weightcache.keeper.control import ask
+from weightcache.slo import Objectives
+from weightcache.telemetry.books import Books
 from weightcache.version import VERSION
 
 pytestmark = pytest.mark.timeout(600)
@@ -116,5 +135,38 @@ def test_a_node_changes_its_release_under_engines_of_both(
         cache.close()
 
 
+def test_a_release_that_knows_no_gpus_goes_on_from_a_snapshot_that_names_them(old: Path) -> None:
+    """Or a rollback would forget quarantines of pruned days, and find no start of an engine that would hit."""
+    books, fields = Books(Objectives()), config().to_dict()
+    for number, gpu in enumerate(("GPU-1", "GPU-2")):
+        facts = {"generation": gpu, "config": fields, "device": gpu}
+        for kind, name in (("publish", "published"), ("lookup", "hit"), ("quarantine", "set")):
+            books.feed(Event(number, "boot", 1, 1, "n", f"on {gpu}", None, None, None, kind, name, facts))
+    told = subprocess.run(
+        [sys.executable, "-c", _RESTORE],
+        check=False,
+        env={**os.environ, "PYTHONPATH": path_of(old)},
+        input=json.dumps(books.snapshot().state),
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    quarantined, asked = json.loads(told.stdout)
+    assert sorted(quarantined) == ["GPU-1", "GPU-2"]
+    assert asked == {"on GPU-1": {"0": fields}, "on GPU-2": {"0": fields}}
+
+
+_RESTORE = """
+import json, sys
+from weightcache.journal.snapshots import Snapshot
+from weightcache.slo import Objectives
+from weightcache.telemetry.books import Books
+books = Books(Objectives())
+books.restore(Snapshot(1, json.load(sys.stdin)))
+print(json.dumps([books.recollection.quarantined, books.forecast.asked]))
+"""
+
+
 if not has_history():  # there are the recordings; a history that ends too soon is an error that says so
     del test_a_node_changes_its_release_under_engines_of_both
+    del test_a_release_that_knows_no_gpus_goes_on_from_a_snapshot_that_names_them

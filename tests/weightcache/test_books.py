@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.fixtures.story import SECOND
+from tests.weightcache.models import config
 
 from weightcache.clock import Clock
 from weightcache.episodes import Attempt
+from weightcache.fingerprint import CacheConfig
 from weightcache.journal import Event, Journal
 from weightcache.journal.database import INSERT, connect
 from weightcache.journal.snapshots import Snapshot
@@ -24,7 +26,9 @@ from weightcache.telemetry.books import Books
 from weightcache.vocabulary import CAUSES
 
 RESIDENTS = SimpleNamespace(capacity=None, resident_bytes=0, leases=0, generations={}, claims=[], refused={})
-FIELDS = {"model_path": "/m", "checkpoint_digest": "d", "tp_size": 2, "pp_size": 1, "device_capability": "9.0"}
+FIELDS = config(tp_size=2, device_capability="sm_90").to_dict()
+GPUS = {"g1": "GPU-1", "g2": "GPU-2"}
+"""Where generations are, which have one identity."""
 WARM = {"page_cache": "warm", "compile_cache": "warm", "kernel_cache": "warm"}
 NO_STATE = ("_objectives", "_registry", "_state", "_step", "_wanted", "verdicts", "learned", "_closed_phases")
 
@@ -37,6 +41,8 @@ def everything(thing: object) -> Any:
         return thing
     if isinstance(thing, set):
         return sorted(thing)
+    if isinstance(thing, CacheConfig):
+        return everything(thing.to_dict())
     if hasattr(thing, "__dict__"):
         skipped = (*NO_STATE, "episode") if isinstance(thing, Attempt) else NO_STATE
         return type(thing).__name__, [(k, everything(v)) for k, v in vars(thing).items() if k not in skipped]
@@ -129,9 +135,16 @@ class Histories(RuleBasedStateMachine):
         self.say("episode_open", cause, slot=slot, cause=cause, fault_boottime_ns=fault, previous=previous)
         self.say("attempt_start", "", slot=slot, attempt=1, starting_state=WARM)
 
-    @rule(slot=slots, result=st.sampled_from(["hit", "miss", "off"]), rank=st.integers(0, 1), late=st.booleans())
-    def look_up(self, slot: str, result: str, rank: int, late: bool) -> None:
+    @rule(
+        slot=slots,
+        result=st.sampled_from(["hit", "miss", "off"]),
+        rank=st.integers(0, 1),
+        gpu=st.sampled_from([None, "GPU-1"]),
+        late=st.booleans(),
+    )
+    def look_up(self, slot: str, result: str, rank: int, gpu: str | None, late: bool) -> None:
         facts = {"reason": "fingerprint", "detail": "dtype"} if result == "miss" else {}
+        facts |= {"device": gpu} if gpu else {}
         self.say("phase_begin", "load_weights", slot=slot, attempt=1, rank=rank, late=late)
         self.say("lookup", result, slot=slot, attempt=1, rank=rank, config=FIELDS, late=late, **facts)
 
@@ -153,7 +166,8 @@ class Histories(RuleBasedStateMachine):
     def weights_come_and_go(self, name: str, kind: str) -> None:
         match kind:
             case "publish":
-                self.say("publish", "published", slot="a", generation=name, bytes=1000, config=FIELDS)
+                facts = {"generation": name, "bytes": 1000, "config": FIELDS, "device": GPUS[name]}
+                self.say("publish", "published", slot="a", **facts)
             case "release":
                 self.say("release", "evicted", generation=name)
             case "quarantine":

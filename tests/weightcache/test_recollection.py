@@ -64,6 +64,15 @@ def test_the_copy_on_each_gpu_is_missed_by_itself(journal: Journal) -> None:
     assert kept.residences == recall(journal).residences
 
 
+def test_what_an_earlier_release_published_is_not_missed_once_a_gpu_is_named(journal: Journal) -> None:
+    publish(journal, "on some GPU", config())
+    facts = {"generation": "on GPU-1", "config": config().to_dict(), "device": "GPU-1"}
+    journal.append("publish", "published", facts)
+    assert residences(journal) == {"on GPU-1": None}
+    release(journal, "on GPU-1")
+    assert residences(journal) == {}
+
+
 def test_a_snapshot_that_knows_no_gpus_is_understood() -> None:
     kept = Recollection()
     old = [["g", config().to_dict(), "boot", None]]

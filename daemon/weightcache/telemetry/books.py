@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Final
 
+from weightcache.asked import question
 from weightcache.availability import Outage, Readiness
 from weightcache.episodes import Change, Replay
 from weightcache.episodes.state import REMEMBERED_EPISODES, facts, known, restore, state_of
@@ -51,11 +52,18 @@ class Books:
         self.forecast = forecast
 
     def snapshot(self) -> Snapshot:
-        """All of it, as of the latest event."""
+        """All of it, as of the latest event. What a release adds is a field of its own: earlier ones read this too."""
+        asked = self.forecast.asked
         state = {
             "replay": state_of(self.replay),
             "accounts": _accounts(self.accounts),
-            "asked": {slot: list(ranks.items()) for slot, ranks in self.forecast.asked.items()},
+            "asked": {
+                slot: [(rank, question(fields)[0]) for rank, fields in ranks.items()] for slot, ranks in asked.items()
+            },
+            "devices": {
+                slot: [(rank, fields["device"]) for rank, fields in ranks.items() if "device" in fields]
+                for slot, ranks in asked.items()
+            },
             "recollection": self.recollection.state(),
         }
         return Snapshot(self.replay.position, state)
@@ -69,7 +77,11 @@ class Books:
         state = snapshot.state
         restore(self.replay, state["replay"], snapshot.position)
         _restore_accounts(self.accounts, state["accounts"])
-        self.forecast.recall({slot: {int(rank): fields for rank, fields in it} for slot, it in state["asked"].items()})
+        asked = {slot: {int(rank): fields for rank, fields in it} for slot, it in state["asked"].items()}
+        for slot, ranks in state.get("devices", {}).items():
+            for rank, device in ranks:
+                asked[slot][int(rank)] = {**asked[slot][int(rank)], "device": device}
+        self.forecast.recall(asked)
         self.recollection.restore(state["recollection"])
 
 
