@@ -1,14 +1,19 @@
-"""``readmit cache preflight`` and ``fingerprint``, run as commands."""
+"""``readmit cache preflight``, ``fingerprint``, ``explain`` and ``load`` of a checkpoint, run as commands."""
 
 import json
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.fixtures import checkpoints
+from tests.fixtures.daemon import running_daemon
 from tests.readmit.forked import forks
+from tests.weightcache.publishing import packed, spoil
+from typer.testing import CliRunner
 
 
 def readmit(tmp_path: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -83,6 +88,47 @@ def test_a_fingerprint_is_the_identity_that_an_engine_asks_for(
     assert {name: facts[name] for name in FIELDS} == asked.to_dict()
 
 
+def test_an_engine_on_a_gpu_is_told_what_that_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch says that there are two, and memory files stand for what is on them."""
+    import torch
+
+    from readmit.commands.cache import app
+    from weightcache import messages
+    from weightcache.checkpoint import Folder
+    from weightcache.identity import digest_of
+    from weightcache.integrations.transformers import cache_config, skeleton
+    from weightcache.protocol import Connection
+    from weightcache.publish import offer
+    from weightcache.version import VERSION
+
+    monkeypatch.setenv("READMIT_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.setattr("weightcache.device.uuid", lambda ordinal: f"GPU-{ordinal}")
+    folder = Folder.open(checkpoints.plain(tmp_path / "t"))
+    config = cache_config(folder, skeleton(folder), digest_of(folder).digest, torch.device("cuda", 0))
+    with (
+        running_daemon(tmp_path / "cache" / "cache.sock") as socket,
+        closing(Connection(socket, messages.Hello(version=VERSION))) as publisher,
+        closing(spoil(packed(config), arena="cuda_vmm", device="GPU-0")) as copy,
+    ):
+        publisher.ask(messages.Claim(config=config.to_dict(), device="GPU-0"), messages.Claimed)
+        generation = offer(publisher, copy)
+
+        def explained(device: str) -> dict[str, Any]:
+            words = ["explain", folder.path, "--device", device, "--socket", str(socket), "--json"]
+            facts: dict[str, Any] = json.loads(CliRunner().invoke(app, words).stdout)
+            return facts
+
+        assert explained("cuda:0")["generation"] == generation
+        assert [explained(device)["reason"] for device in ("cuda:1", "cuda", "cpu")] == [
+            *("device", "device"),
+            "fingerprint",
+        ]
+        done = readmit(tmp_path, "load", folder.path, "--device", "cuda:1", "--socket", socket)
+        assert "torch cannot use the device cuda:1" in done.stderr, "its worker is told, and here there is no GPU"
+
+
 def test_a_revision_can_be_named(tmp_path: Path) -> None:
     repository = checkpoints.as_hub_cache(checkpoints.plain(tmp_path / "t"), tmp_path / "hub", "a" * 40)
     facts = json.loads(readmit(tmp_path, "preflight", repository, "--revision", "main", "--json").stdout)
@@ -106,10 +152,19 @@ def test_no_path_is_not_the_present_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--wait", "nan"], ["--wait", "-1"], ["--wait", "1e12"], ["--command", "'"], ["--command", ""]]
+    "options",
+    [
+        ["--wait", "nan"],
+        ["--wait", "-1"],
+        ["--wait", "1e12"],
+        ["--command", "'"],
+        ["--command", ""],
+        ["--device", "cuda:0", "--engine", "vllm"],
+        ["--device", "cuda:0", "--command", "x"],
+    ],
 )
 def test_a_load_that_cannot_be_asked_for_is_a_matter_of_usage(tmp_path: Path, options: list[str]) -> None:
     model = [] if "--command" in options else [tmp_path]
     done = readmit(tmp_path, "load", *model, *options)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert options[0] in done.stderr
+    assert options[0] in done.stderr or "CUDA_VISIBLE_DEVICES" in done.stderr

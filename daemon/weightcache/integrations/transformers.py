@@ -85,7 +85,7 @@ def from_pretrained(
     if tp_size > 1:
         journal = journal.bound(rank=tp_rank)
     folder = path if isinstance(path, Folder) else Folder.open(path)
-    place = _device(device)
+    place = place_of(device)
     with journal.phase("load_weights.skeleton"):
         model, form = _skeleton(folder, dtype, tp_size, tp_rank)
     digest = None
@@ -205,7 +205,12 @@ def _dtype(wanted: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _device(wanted: torch.device | str) -> torch.device:
+def place_of(wanted: torch.device | str) -> torch.device:
+    """The device that is meant, with its ordinal if it is a GPU.
+
+    Raises:
+        ConfigError: ``device``: torch cannot use it.
+    """
     try:
         found = torch.device(wanted)
         if found.type == "cuda":

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from readmit.commands import Json, application
 from readmit.commands.checkpoint import fingerprint, preflight
-from readmit.commands.daemon import Dtype, Socket, socket_of
+from readmit.commands.daemon import Device, Dtype, Socket, socket_of
 from readmit.commands.load import load, prepare
 from readmit.commands.parity import parity
 from readmit.commands.tables import table
@@ -120,7 +120,7 @@ def explain(
     dtype: Dtype = None,
     tp_size: Annotated[int, typer.Option(min=1, help="How many ranks share the model.")] = 1,
     tp_rank: Annotated[int, typer.Option(min=0, help="Which of them asks.")] = 0,
-    device: Annotated[str | None, typer.Option(help="UUID of the GPU it would use (nvidia-smi -L); else any.")] = None,
+    device: Device = None,
     socket: Socket = None,
     config: ConfigOption = None,
     as_json: Json = False,
@@ -131,8 +131,8 @@ def explain(
     for last.
     """
     socket = socket_of(socket, config)
-    wanted = _identity(model, dtype, tp_size, tp_rank)
-    facts = ask_daemon(socket, messages.Explain(config=wanted, device=device))
+    wanted, gpu = _wanted(model, dtype, device, tp_size, tp_rank)
+    facts = ask_daemon(socket, messages.Explain(config=wanted, device=gpu))
     if as_json:
         typer.echo(json.dumps({**facts, "config": wanted}, indent=1))
     elif facts["would_hit"]:
@@ -145,19 +145,20 @@ def explain(
         raise typer.Exit(1)
 
 
-def _identity(model: str, dtype: str | None, tp_size: int, tp_rank: int) -> dict[str, Any]:
-    """The identity that a transformers engine asks for, as `weightcache.integrations.transformers` computes it."""
-    import torch  # seconds, and only here
-
-    from weightcache.checkpoint import Folder
+def _wanted(
+    model: str, dtype: str | None, device: str | None, tp_size: int, tp_rank: int
+) -> tuple[dict[str, Any], str | None]:
+    """The identity that a transformers engine asks for, as that computes it, and the UUID of its GPU."""
+    from weightcache.checkpoint import Folder  # not at the top: seconds, and only here
+    from weightcache.device import uuid
     from weightcache.identity import digest_of
-    from weightcache.integrations.transformers import cache_config, skeleton
+    from weightcache.integrations.transformers import cache_config, place_of, skeleton
     from weightcache.parity import resident_layout
 
-    folder = Folder.open(model)
+    folder, place = Folder.open(model), place_of(device or "cpu")
     model_ = skeleton(folder, dtype, tp_size, tp_rank)
-    config = cache_config(folder, model_, digest_of(folder).digest, torch.device("cpu"), tp_size, tp_rank)
-    return resident_layout(config).to_dict()
+    config = cache_config(folder, model_, digest_of(folder).digest, place, tp_size, tp_rank)
+    return resident_layout(config).to_dict(), uuid(place.index) if place.type == "cuda" else None
 
 
 def _full_name(socket: Path | None, start: str) -> str:

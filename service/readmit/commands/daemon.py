@@ -10,6 +10,9 @@ Socket = Annotated[
     Path | None,
     typer.Option("--socket", help="The daemon's socket (default: the configuration's, or the runtime folder's)."),
 ]
+Device = Annotated[
+    str | None, typer.Option(help="What the transformers engine computes on, as its own --device (default: cpu).")
+]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights in memory (default: the checkpoint's).")]
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from readmit.commands import Json
 from readmit.commands.checkpoint import prove
-from readmit.commands.daemon import Dtype, Socket, socket_of
+from readmit.commands.daemon import Device, Dtype, Socket, socket_of
 from readmit.commands.engines import Engine, Offline, offline
 from readmit.daemon import ask_daemon, connect
 from readmit.where import ConfigOption
@@ -35,6 +35,7 @@ def load(
     ] = None,
     engine: Engine = "transformers",
     dtype: Dtype = None,
+    device: Device = None,
     tp_size: TpSize = 1,
     wait_s: Wait = 1800.0,
     socket: Socket = None,
@@ -44,12 +45,14 @@ def load(
     """Load weights now, so that the next engine hits."""
     if (model is None) == (command is None):
         raise typer.BadParameter("name a model, or give --command")
-    if command is not None and (tp_size > 1 or dtype is not None):
-        raise typer.BadParameter("--tp-size and --dtype are for a model; the command has its own")
+    if command is not None and (tp_size > 1 or dtype is not None or device is not None):
+        raise typer.BadParameter("--tp-size, --dtype and --device are for a model; the command has its own")
+    if engine != "transformers" and device is not None:
+        raise typer.BadParameter(f"{engine} takes the GPUs that it sees: set CUDA_VISIBLE_DEVICES for this command")
     if command is not None:
         workers = [_words(command)]
     else:
-        workers = _workers(sys.executable, offline(engine), str(model), dtype, tp_size)
+        workers = _workers(sys.executable, offline(engine), str(model), dtype, tp_size, device)
     done = _load_all(workers, wait_s, socket_of(socket, config))
     seconds = max(each["seconds"] for each in done)
     facts = done[0] if len(done) == 1 else {"seconds": seconds, "ranks": done}
@@ -133,11 +136,14 @@ def require_room(status: dict[str, Any], needed: int) -> None:
         )
 
 
-def _workers(python: str, engine: Offline, model: str, dtype: str | None, tp_size: int) -> list[list[str]]:
+def _workers(
+    python: str, engine: Offline, model: str, dtype: str | None, tp_size: int, device: str | None = None
+) -> list[list[str]]:
     """The load workers' commands: a rank each, or one for all of them."""
     folder = os.path.abspath(model) if os.path.exists(model) else model
     argv = [python, "-m", engine.worker, folder]
     argv += [f"--dtype={dtype}"] if dtype else []
+    argv += [f"--device={device}"] if device else []
     if not engine.rank_by_rank:
         return [[*argv, f"--tp-size={tp_size}"]]
     if tp_size == 1:
