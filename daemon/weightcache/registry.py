@@ -159,7 +159,7 @@ class Registry:
         elsewhere: list[Generation] = []
         for generation in self.generations.values():
             differences = wanted.differences(generation.config)
-            other = _another(device, generation.device)
+            other = another(device, generation.device)
             if differences:
                 if _same_model(wanted, generation.config):
                     near.append((other, len(differences), generation, differences))
@@ -170,7 +170,7 @@ class Registry:
             else:
                 quarantined = generation
         for claim in self.claims:
-            if not wanted.differences(claim.config) and not _another(device, claim.device):
+            if not wanted.differences(claim.config) and not another(device, claim.device):
                 raise CacheMiss(
                     "daemon_loading",
                     f"pid {claim.pid} is loading these weights",
@@ -180,7 +180,7 @@ class Registry:
         if quarantined is not None:
             raise _quarantined(quarantined)
         for loss in self.losses:
-            if not wanted.differences(loss.config) and not _another(device, loss.device):
+            if not wanted.differences(loss.config) and not another(device, loss.device):
                 raise CacheMiss(
                     "residency_lost",
                     f"these weights were resident as generation {loss.generation} and are lost",
@@ -215,10 +215,10 @@ class Registry:
         config = parse_config(fields)
         for held in self.claims:
             same = not config.differences(held.config) or held.config.key() == config.key()
-            if same and not _another(device, held.device):
+            if same and not another(device, held.device):
                 raise CacheMiss("daemon_loading", f"pid {held.pid} is loading these weights", **held.describe())
         for generation in self.generations.values():
-            usable = not generation.quarantined and not _another(device, generation.device)
+            usable = not generation.quarantined and not another(device, generation.device)
             if usable and not config.differences(generation.config):
                 raise CacheMiss("daemon_loading", f"these weights are resident by now, as {generation.name}")
         claim = Claim(config, pid, device)
@@ -232,7 +232,7 @@ class Registry:
             for generation in self.generations.values()
             if not generation.leases
             and _same_model(claim.config, generation.config)
-            and not _another(claim.device, generation.device)
+            and not another(claim.device, generation.device)
             and (generation.quarantined or claim.config.differences(generation.config))
         ]
 
@@ -275,13 +275,13 @@ class Registry:
     def lose(self, loss: Loss) -> None:
         """Remember that weights are gone which nobody gave up, unless the same are resident."""
         for there in self.generations.values():
-            if not loss.config.differences(there.config) and not _another(loss.device, there.device):
+            if not loss.config.differences(there.config) and not another(loss.device, there.device):
                 return
         self._forget_loss(loss.config, loss.device)
         self.losses.append(loss)
 
     def _forget_loss(self, config: CacheConfig, device: str | None) -> None:
-        self.losses = [loss for loss in self.losses if loss.config.differences(config) or _another(device, loss.device)]
+        self.losses = [loss for loss in self.losses if loss.config.differences(config) or another(device, loss.device)]
 
 
 def parse_config(fields: Mapping[str, Any]) -> CacheConfig:
@@ -316,7 +316,7 @@ def parse_config(fields: Mapping[str, Any]) -> CacheConfig:
         raise CacheMiss("fingerprint", f"the fields do not make an identity: {error}") from error
 
 
-def _another(wanted: str | None, there: str | None) -> bool:
+def another(wanted: str | None, there: str | None) -> bool:
     """Whether these are two GPUs; who names none means any."""
     return wanted is not None and there is not None and wanted != there
 

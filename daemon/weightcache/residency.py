@@ -17,12 +17,11 @@ import msgspec
 from weightcache.arena.seals import require_sealed
 from weightcache.deposit import Deposit
 from weightcache.errors import CacheMiss, ImportRejected, ProtocolError, WeightCacheError
-from weightcache.fingerprint import CacheConfig
 from weightcache.frames import close_all
 from weightcache.journal import Context, Journal
 from weightcache.manifest import Head, Manifest, read, read_head
 from weightcache.recollection import Recollection
-from weightcache.registry import Generation, Lease, Loss, Registry
+from weightcache.registry import Claim, Generation, Lease, Loss, Registry, another
 
 _log: Final = logging.getLogger("weightcache.residency")
 
@@ -87,11 +86,11 @@ class Residency:
         for generation in self.registry.generations.values():
             self.deposit.store(_stored(generation)).add_done_callback(partial(_note_stored, generation))
 
-    async def publish(self, claimed: CacheConfig, descriptors: list[int], context: Context) -> Generation:
+    async def publish(self, claim: Claim, descriptors: list[int], context: Context) -> Generation:
         """Make a generation resident.
 
         Args:
-            claimed: the identity that was claimed. Without a digest: whoever claimed it learns it while loading.
+            claim: for what was claimed. Without a digest: whoever claimed it learns it while loading.
             descriptors: the manifest, then the arena's chunks. They are taken over, and the list emptied, on success.
             context: of the publisher.
 
@@ -103,6 +102,7 @@ class Residency:
             raise ProtocolError("protocol", "publishing takes a manifest and an arena", found="no descriptors")
         name, manifest = await asyncio.to_thread(read, descriptors[0])
         _check_arena(manifest, descriptors[1:])
+        claimed = claim.config
         if claimed.checkpoint_digest is None:
             claimed = msgspec.structs.replace(claimed, checkpoint_digest=manifest.config.checkpoint_digest)
         differences = claimed.differences(manifest.config)
@@ -111,6 +111,14 @@ class Residency:
                 "import_mismatch",
                 f"the manifest is for another identity than was claimed: {differences[0]}",
                 differences=msgspec.to_builtins(differences),
+            )
+        if another(claim.device, manifest.device):
+            raise ImportRejected(
+                "import_mismatch",
+                "the weights are on another GPU than they were claimed for",
+                expected=claim.device,
+                found=manifest.device,
+                remedy="Give attach the device that the engine loads onto",
             )
         async with self._publishing:  # one at a time, or two would both count on the same room
             resident = self.registry.generations.get(name)

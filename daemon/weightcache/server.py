@@ -315,7 +315,7 @@ class Server:
     async def _publish(self, session: Session, descriptors: list[int]) -> messages.Published:
         if session.claim is None or session.context is None:
             raise ProtocolError("protocol", "publishing takes a claim, and this connection holds none")
-        generation = await self.residency.publish(session.claim.config, descriptors, session.context)
+        generation = await self.residency.publish(session.claim, descriptors, session.context)
         self._drop_claim(session)
         await self._open_lease(session, generation)
         return messages.Published(generation=generation.name)

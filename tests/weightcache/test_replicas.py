@@ -18,7 +18,7 @@ from weightcache import messages
 from weightcache.errors import CacheMiss
 from weightcache.fingerprint import CacheConfig
 from weightcache.frames import close_all
-from weightcache.publish import Packed
+from weightcache.publish import Packed, offer
 
 HERE, THERE = "GPU-1", "GPU-2"
 
@@ -68,6 +68,18 @@ def test_a_bad_copy_is_replaced_and_the_good_one_is_not(kept: KeptCache) -> None
     with publishing(kept, copy_on(THERE, seed=1), replace=True) as (_, fresh):
         assert [found(kept, device) for device in (HERE, THERE)] == [here, fresh]
         assert {each["generation"] for each in kept.generations()} == {here, fresh}
+
+
+def test_a_claim_is_for_the_gpu_that_it_names(kept: KeptCache) -> None:
+    """Or its GPU would never have a copy, and the other one more with every start."""
+    connection, copy = kept.connect(), copy_on(THERE)
+    connection.ask(messages.Claim(config=config().to_dict(), device=HERE), messages.Claimed)
+    with pytest.raises(CacheMiss) as refused:
+        offer(connection, copy)
+    assert (refused.value.reason, refused.value.expected, refused.value.found) == ("import_mismatch", HERE, THERE)
+    assert kept.generations() == []
+    copy.close()
+    connection.close()
 
 
 def test_a_new_version_takes_the_place_of_the_old_one_on_each_gpu(kept: KeptCache) -> None:
