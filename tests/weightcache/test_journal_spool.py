@@ -225,6 +225,23 @@ class TestFullDisk:
         assert waiting == [1, 1], "each process says what is its own"
         assert lost == 0
 
+    def test_a_log_on_the_same_disk_ends_nobody(self, tmp_path):
+        (names_, lost), _ = self.run(
+            tmp_path,
+            """
+            fill()
+            sys.stderr = open("/dev/full", "w", buffering=1)
+            journal.append("clock", "first")
+            journal.append("clock", "second")
+            (disk / "ballast").unlink()
+            journal._left_alone_until_ns = 0
+            journal.append("clock", "after")
+            print(json.dumps([[event.name for event in journal.events()], journal.lost]))
+            os._exit(sys.stdout.flush() or 0)
+            """,
+        )
+        assert (names_, lost) == (["first", "second", "after"], 0)
+
     def test_read_only(self, tmp_path):
         (names_, lost), stderr = self.run(
             tmp_path,

@@ -304,18 +304,22 @@ class Journal:
             self._spool.write(row)
             self.spooled += 1
         except OSError as error:
-            if not self._complained:
-                self._complained = True
-                print(
-                    f"readmit: the journal {self.path} takes no events, nor does its spool: {error}. Recoveries go on; "
-                    f"the first {_WAITING_MOST} events of each process wait in its memory, and end with it. Make room "
-                    "there and the folder writable for this user, or name another journal in READMIT_JOURNAL",
-                    file=sys.stderr,
-                )
             if len(self.waiting) < _WAITING_MOST:
                 self.waiting.append(row)
             else:
                 self.lost += 1
+            if not self._complained:
+                self._complained = True
+                self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        with contextlib.suppress(OSError):  # where stderr is a file on the same disk
+            print(
+                f"readmit: the journal {self.path} takes no events, nor does its spool: {error}. Recoveries go on; "
+                f"the first {_WAITING_MOST} events of each process wait in its memory, and end with it. Make room "
+                "there and the folder writable for this user, or name another journal in READMIT_JOURNAL",
+                file=sys.stderr,
+            )
 
     def _guard(self) -> threading.Lock:
         """The lock of this process: after a fork the parent's may be held by a thread that is not here."""
