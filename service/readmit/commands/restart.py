@@ -4,13 +4,15 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from readmit.commands import Json, application, tell
+from readmit.commands import Json, application, tell, user
 from readmit.config import DEFAULT_FILE, load
+from readmit.gate.operator import order
 from readmit.node import renewed_spec, spec_in_place
 from readmit.recovered import LIMIT_S, check_asked, wait
 from readmit.where import ConfigOption, Where
@@ -25,6 +27,10 @@ from weightcache.keeper.succession import REST_LIMIT_S
 app = application()
 
 KEEPER: Final = "keeper"
+PLANNED: Final = ("upgrade", "config_change")
+"""Causes for which nobody is in a hurry: requests go to another slot first, if one is ready."""
+DRAIN_LIMIT_S: Final = 60.0
+"""How long requests of an engine that is to be restarted may take to end."""
 ANSWER_S: Final = 60.0
 """For the answer itself, on a machine that has much else to do."""
 _LOOK_S: Final = 0.05
@@ -44,6 +50,9 @@ def command(
 ) -> None:
     """Restart a slot's engine, the daemon, the gate or the keeper. A slot that was given up starts anew.
 
+    For the causes upgrade and config_change its requests go to another slot first, if one is ready, and those under way
+    end, for which they have 60 s.
+
     A keeper goes on in its process as the release of this command, by the configuration as it is now: slots that are
     new start, and are let in once the gate has been restarted too. What runs does not notice. Where that release cannot
     run, the old keeper stays and the reason is printed. With --wait, exits 1 when the engine does not come back.
@@ -57,8 +66,7 @@ def command(
         before = child(where, slot)
         if wait_for_it:
             check_asked(where, slot)
-        episode: str | None = ask(where.runtime_dir, {"restart": slot, "cause": cause}).get("episode")
-        facts["episode"] = episode
+        episode = facts["episode"] = restarted(where, slot, cause)
         tell(f"{slot} is restarting" + (f", episode {episode}" if episode else ""), as_json=as_json)
         if wait_for_it and episode is None:
             tell(up(where, before), as_json=as_json)
@@ -69,6 +77,44 @@ def command(
     if as_json:
         typer.echo(json.dumps(facts))
     raise typer.Exit(0 if ready else 1)
+
+
+def restarted(where: Where, name: str, cause: str) -> str | None:
+    """Have a child restarted; returns the episode of an engine's recovery.
+
+    Raises:
+        ConfigError: ``no_keeper``; ``keeper_refused``.
+    """
+    request, before = {"restart": name, "cause": cause}, child(where, name)
+    episode: str | None
+    if before["role"] != "engine" or cause not in PLANNED:
+        episode = ask(where.runtime_dir, request).get("episode")
+        return episode
+    with _aside(where, name) as moved:
+        episode = ask(where.runtime_dir, request).get("episode")
+        while moved and before["pid"] is not None and child(where, name)["pid"] == before["pid"]:
+            time.sleep(_LOOK_S)  # the old one would be asked again
+    return episode
+
+
+@contextlib.contextmanager
+def _aside(where: Where, slot: str) -> Iterator[bool]:
+    """Send a slot's requests elsewhere for the block, and let those under way end; whether another slot takes them."""
+    path, by = f"/api/slots/{slot}/drain", {"user": user()}
+    try:
+        facts = order(where.runtime_dir, "POST", path, {**by, "force": False})
+    except ConfigError:  # no gate here, or no other slot: then requests wait, or are told to
+        yield False
+        return
+    try:
+        deadline = time.monotonic() + DRAIN_LIMIT_S
+        while facts["in_flight"] and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
+            facts = next(it for it in slots if it["slot"] == slot)
+        yield True
+    finally:
+        order(where.runtime_dir, "DELETE", path, by)
 
 
 def reexec(where: Where, config: Path | None) -> str:

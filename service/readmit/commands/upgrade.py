@@ -3,15 +3,14 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from readmit.commands import Json, application, tell, user
-from readmit.commands.restart import child, reexec, up
+from readmit.commands import Json, application, tell
+from readmit.commands.restart import child, reexec, restarted, up
 from readmit.config import DEFAULT_FILE, load
 from readmit.daemon import ask_daemon
 from readmit.gate.operator import order
@@ -29,8 +28,6 @@ from weightcache.version import VERSION
 
 app = application()
 
-DRAIN_LIMIT_S: Final = 60.0
-"""How long requests of an engine that is to be restarted may take to end."""
 PATIENCE_S: Final = 5.0
 """After so long it is said what is waited for."""
 SETTLED: Final = ("ready", "draining", "stopped")
@@ -135,34 +132,12 @@ class Node:
                 f"{slot} would not map resident weights",
                 "Make them resident first (readmit cache load, or prepare), or say --cold-ok",
             )
-        with self._drained(slot):
-            before = child(self._where, slot)["pid"]
-            episode = ask(self._where.runtime_dir, {"restart": slot, "cause": "upgrade"})["episode"]
-            while child(self._where, slot)["pid"] == before:
-                time.sleep(_LOOK_S)
+        episode = restarted(self._where, slot, "upgrade")
+        assert episode is not None
         recovered = wait(self._where, episode)
         yield recovered
         if not recovered.ready:
             raise _stopped(f"{slot} did not come back", "readmit report and readmit logs show why")
-
-    @contextmanager
-    def _drained(self, slot: str) -> Iterator[None]:
-        """Send a slot's requests elsewhere for the block, and let those under way end, where another slot is ready."""
-        path, by = f"/api/slots/{slot}/drain", {"user": user()}
-        try:
-            facts = order(self._where.runtime_dir, "POST", path, {**by, "force": False})
-        except ConfigError:  # no gate here, or no other slot: then requests wait, or are told to
-            yield
-            return
-        try:
-            deadline = time.monotonic() + DRAIN_LIMIT_S
-            while facts["in_flight"] and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-                slots = order(self._where.runtime_dir, "GET", "/api/status")["slots"]
-                facts = next(it for it in slots if it["slot"] == slot)
-            yield
-        finally:
-            order(self._where.runtime_dir, "DELETE", path, by)
 
     def _forecast(self, slot: str) -> str | None:
         """Why a slot's next start would not map resident weights, None if it would.

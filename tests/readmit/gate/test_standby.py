@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.readmit.gate.harness import until
+from tests.readmit.gate.harness import sse, until
 from tests.readmit.gate.nodes import ASK, Node
 
 from readmit.probes import ProbeSet
@@ -158,3 +158,27 @@ def test_a_drained_slot_gets_nothing_more_until_it_is_taken_back(pair: Node) -> 
     assert len(standbys(pair)) == known, "who stands by, or is drained, is not taken over from"
     assert ("draining", "operator_drain") in pair.history.states(serving)
     assert ("starting", "undrained") in pair.history.states(serving)
+
+
+@pytest.mark.parametrize("cause", ["upgrade", "config_change"])
+def test_a_planned_restart_costs_no_request(pair: Node, cause: str) -> None:
+    for slot in ("a", "b"):
+        pair.until_state(slot, "ready")
+    before, known = pair.status()["serving"], len(standbys(pair))
+    (other,) = {"a", "b"} - {before}
+    pid, story = pair.child(before)["pid"], {**ASK, "prompt": "Once upon a time", "max_tokens": 40, "stream": True}
+    where = f"{pair.gate_url}/v1/completions"
+    with traffic(pair) as all_, httpx.stream("POST", where, json=story, timeout=60) as answer:
+        pieces = answer.iter_text()
+        first = next(pieces)
+        restarted = pair.readmit("restart", before, "--cause", cause, "--wait")
+        rest = "".join(pieces)
+    assert restarted.returncode == 0, restarted.stderr
+    assert sse(first + rest)[-1] == "[DONE]"
+    assert set(all_) == {(200, RIGHT)}
+    assert pair.child(before)["pid"] != pid
+    assert pair.status()["serving"] == other
+    assert pair.slot(before)["state"] == "ready", "it is drained no more"
+    recovery = next(it for it in reversed(pair.replay().episodes) if it.slot == before)
+    assert (recovery.cause, recovery.outcome, recovery.path) == (cause, "ready", "hit")
+    assert len(standbys(pair)) == known, "nothing had failed"
