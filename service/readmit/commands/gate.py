@@ -62,6 +62,9 @@ def command(
         float, typer.Option(help="Seconds after which an answer to a golden question is late.")
     ] = 10,
     hang_limit: Annotated[float, typer.Option(help="Seconds without an answer after which an idle engine hangs.")] = 30,
+    start_limit: Annotated[
+        float, typer.Option(help="Seconds after its start at which an engine that never answered hangs.")
+    ] = GateSettings.start_limit_s,
     first_byte_limit: Annotated[
         float, typer.Option(help="Seconds within which an engine must begin its response.")
     ] = GateSettings.first_byte_limit_s,
@@ -107,6 +110,7 @@ def command(
         verify_interval_s=verify_interval,
         probe_limit_s=probe_limit,
         hang_limit_s=hang_limit,
+        start_limit_s=start_limit,
         first_byte_limit_s=first_byte_limit,
         drain_notice_s=drain_notice,
         drain_limit_s=drain_limit,

@@ -105,7 +105,7 @@ class Life:
         """Ask until all answers are correct, and open. Nothing else opens."""
         good = mistakes = errors = 0
         while True:
-            if (self._hangs or self._neglects) and self._means.settings.restart_hung:
+            if (self._hangs or self._neglects or self._never_answered()) and self._means.settings.restart_hung:
                 await self._restart("hang")
             self._means.chronicle.poll()
             if not await self._port_open():
@@ -296,6 +296,12 @@ class Life:
         if self._silence.hangs(put_ns, stopped=stopped) and not self._hangs:
             self._hangs = True
             self._eject("hang", "hang")
+
+    def _never_answered(self) -> bool:
+        """Whether it has said nothing since it was started, and no start takes so long."""
+        if self._answered or self.engine is None or self.engine.age_s < self._means.settings.start_limit_s:
+            return False
+        return self.finding is None or self.finding.result in ("late", "error", "foreign_listener")
 
     @property
     def _others(self) -> list[Slot]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from readmit.gate.tripwire import Tripwire
+from weightcache.journal import boottime_ns
 from weightcache.process import Process, Stat, tree
 
 _LISTEN: Final = "0A"
@@ -32,6 +33,11 @@ class Engine(NamedTuple):
     @property
     def alive(self) -> bool:
         return Engine.of(self.pid) == self
+
+    @property
+    def age_s(self) -> float:
+        """How long ago it was started."""
+        return boottime_ns() / 1e9 - self.start_ticks / os.sysconf("SC_CLK_TCK")
 
     @property
     def stopped(self) -> bool:

@@ -73,6 +73,8 @@ class GateSettings:
         hang_limit_s: an idle engine that gives no answer for this long is taken out of service.
         busy_hang_limit_s: the same for a busy one: late is not wrong. It is busy while requests that came before a
             golden question are under way, unless a signal holds it still.
+        start_limit_s: an engine that has given no answer at all so long after its start hangs as well. More than any
+            start takes: what is slow must not be begun again and again.
         restart_hung: have the keeper restart a supervised engine that hangs.
         cure_wrong: have the weight cache quarantine resident weights that give wrong answers, and the keeper restart
             the engine, which then loads from disk.
@@ -110,6 +112,7 @@ class GateSettings:
     readmit_after: int = 2
     hang_limit_s: float = 30.0
     busy_hang_limit_s: float = 300.0
+    start_limit_s: float = 1800.0
     restart_hung: bool = True
     cure_wrong: bool = True
     first_byte_limit_s: float = 600.0

@@ -15,6 +15,7 @@ from tests.readmit.gate.harness import ending, until
 from tests.readmit.gate.nodes import ASK, Node
 
 FRAGILE = "tests.readmit.gate.fragile_engine"
+STUCK = "tests.readmit.gate.stuck_engine"
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +157,17 @@ def test_weights_on_which_engines_die_twice_in_a_row_are_quarantined(model: Path
         (quarantine,) = node.history.events("quarantine")
         why = "2 failed attempts in a row on it: with exit code 70, with exit code 70"
         assert (quarantine.name, quarantine.attributes["reason"]) == ("set", why)
+
+
+def test_an_engine_that_never_answers_is_started_anew_at_last(model: Path, golden: Path, tmp_path: Path) -> None:
+    node = Node(model, golden, tmp_path, "--start-limit", "12", "--probe-limit", "1", engine=STUCK)
+    with ending(node):
+        node.until_ready()
+        until(lambda: node.replay().slots["a"].episode is None, "the first start to be over")
+        (start,) = node.replay().episodes
+        assert (start.cause, start.outcome, start.verified) == ("first_start", "ready", True)
+        assert [attempt.outcome for attempt in start.attempts] == ["abandoned", "ready"]
+        (stuck, _) = start.attempts
+        assert stuck.started_ns is not None
+        assert stuck.ended_ns is not None
+        assert stuck.ended_ns - stuck.started_ns >= 11_000_000_000
