@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo [ARGS=...]          set everything up and show a recovery"
 	@echo "make test [PYTEST_ARGS=...]   lint, type check and test, as CI does"
-	@echo "make test-engines [FULL=1]     kill vLLM on every path, in an environment of its own (several GB)"
+	@echo "make test-engines [FULL=1]    kill vLLM on every path, in an environment of its own (several GB)"
 	@echo "make observability             every query, rule and alert against a real Prometheus and SQL; SABOTAGE=hit_miss|units|labels fails"
 	@echo "make fuzz [ARGS=...]           200,000 frames and 100,000 manifests that are damaged, made up or hostile"
 	@echo "make soak [ARGS=...]           30 minutes of traffic on a node that loses an engine every 20 s: does it stay as small?"

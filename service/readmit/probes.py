@@ -184,7 +184,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
             probe.name,
             "late" if number in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL) else "error",
             seconds,
-            message=f"{type(error).__name__}: {error}",
+            message=told(error),
             refused=number == errno.ECONNREFUSED,
         )
 
@@ -324,6 +324,15 @@ def _expectation(golden: Answer, by: By, tolerance: float) -> Expectation:
             return Expectation(tokens=golden.tokens)
     logprobs = tuple(value for value in golden.logprobs or () if value is not None)
     return Expectation(tokens=golden.tokens, logprobs=logprobs, tolerance=tolerance)
+
+
+def told(error: Exception) -> str:
+    """What kept an engine from answering, without what the HTTP client says of itself."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror
+        return f"cannot connect to {error.host}:{error.port}: {why}"
+    return f"{type(error).__name__} {error}".strip()
 
 
 def now_iso() -> str:

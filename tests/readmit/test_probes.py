@@ -82,8 +82,10 @@ async def test_an_answer_is_correct_wrong_late_or_an_error(engine: ScriptedEngin
     engine.tell(delay_s=0, status=500)
     error = await asked.put(probe, 30)
     assert (error.result, error.status, error.refused) == ("error", 500, False)
-    nobody = await Interrogation(f"http://127.0.0.1:{free_port()}", "scripted").put(probe, 30)
+    port = free_port()
+    nobody = await Interrogation(f"http://127.0.0.1:{port}", "scripted").put(probe, 30)
     assert (nobody.result, nobody.refused) == ("error", True)
+    assert nobody.message == f"cannot connect to 127.0.0.1:{port}: Connection refused"
 
 
 async def test_what_is_no_completion_is_an_error(engine: ScriptedEngine) -> None:

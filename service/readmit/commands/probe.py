@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from readmit.commands import Json, application
-from readmit.probes import DEFAULT_PROMPTS, Interrogation, ProbeSet, Verdict, now_iso, record, served_model
+from readmit.probes import DEFAULT_PROMPTS, Interrogation, ProbeSet, Verdict, now_iso, record, served_model, told
 from readmit.served_weights import served_weights
 from readmit.where import ConfigOption, Where
 from weightcache.errors import ConfigError
@@ -164,7 +164,7 @@ def _no_answer(url: str, error: Exception) -> ConfigError:
         "no_answer",
         f"the engine at {url} gives no answer to record",
         expected="a completion",
-        found=f"{type(error).__name__} {error}".strip(),
+        found=told(error),
         remedy="Start the engine and wait until it serves, then record again",
         url=url,
     )
