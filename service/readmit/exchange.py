@@ -47,13 +47,21 @@ async def exchange(method: str, url: URL, headers: Mapping[str, str] | None, bod
             if len(raw) > ANSWER_BYTES_LIMIT:
                 raise NoCompletion(f"more than {ANSWER_BYTES_LIMIT} bytes")
         if response.status != 200:
-            raise aiohttp.ClientResponseError(
-                response.request_info, (), status=response.status, message=response.reason or ""
-            )
+            said = ": ".join(filter(None, (response.reason, complaint(raw))))
+            raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=said)
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise NoCompletion(f"not JSON: {short(raw)}") from error
+
+
+def complaint(raw: bytes) -> str | None:
+    """What an engine says of its refusal, as OpenAI's API has it or, as some do, without the ``error`` around it."""
+    try:
+        reply = json.loads(raw)
+        return str(reply.get("error", reply)["message"])[:200]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def answer_of(reply: Any) -> Answer:

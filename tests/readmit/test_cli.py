@@ -147,6 +147,8 @@ def test_status_tells_what_an_engine_is_and_what_its_next_start_will_be() -> Non
     recovery = {"open": True, "cause": "crash", "seconds": 1, "attempt": 1, "phase": None, "slot_state": "stopped"}
     engine = {"name": "a", "role": "engine", "state": "running", "pid": 7, "uptime_s": 1, "recovery": recovery}
     assert "a     engine  running  7" in table([{**engine, "gate": None}]), "stopped is the one before"
+    asked = {"state": "verifying", "message": "probe-1: error: 404"}
+    assert table([{**engine, "gate": asked}]).endswith("attempt 1; probe-1: error: 404")
     gate = {"state": "ready", "active": True, "cost": None, "next_start": {"would_hit": False, "reason": "absent"}}
     assert "serves; next start would miss (absent)" in table([{**engine, "gate": gate}])
     assert "next start" not in table([{**engine, "gate": {**gate, "next_start": {"would_hit": True, "reason": ""}}}])

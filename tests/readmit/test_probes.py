@@ -14,7 +14,7 @@ from tests.readmit.gate.harness import ScriptedEngine, ending, free_port, probe_
 from typer.testing import CliRunner
 
 from readmit.commands.probe import app
-from readmit.exchange import NoCompletion, answer_of
+from readmit.exchange import NoCompletion, answer_of, complaint
 from readmit.probes import Answer, Expectation, Interrogation, Probe, ProbeSet, judge, record
 from weightcache.errors import ConfigError
 
@@ -23,6 +23,21 @@ PARIS = Answer(" Paris, of course", (" Paris", ",", " of", " course"), (-0.1, -0
 
 def verdict(expect: Expectation, answer: Answer = PARIS) -> str:
     return judge(Probe("p", "?", 4, expect), answer, 0.0).result
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"error": {"message": "there is no model x", "code": 404}}', "there is no model x"),
+        ('{"object": "error", "message": "there is no model x"}', "there is no model x"),
+        ('{"error": "no"}', None),
+        ("[1]", None),
+        ("<html>", None),
+        ("", None),
+    ],
+)
+def test_what_an_engine_says_of_its_refusal_is_told(body: str, said: str | None) -> None:
+    assert complaint(body.encode()) == said
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def _gate(where: Where) -> dict[str, dict[str, Any]]:
         slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
     except ConfigError:
         return {}
-    kept = ("state", "reason", "active", "in_flight", "cost", "next_start")
+    kept = ("state", "reason", "message", "active", "in_flight", "cost", "next_start")
     return {slot["slot"]: {key: slot[key] for key in kept} for slot in slots}
 
 
@@ -140,8 +140,12 @@ def _story(child: dict[str, Any]) -> str:
 
 
 def _place(gate: dict[str, Any] | None) -> Iterator[str]:
-    """Whether a slot serves or stands by, and what that costs; a next start that would miss, and why."""
-    if gate is None or gate["state"] not in ("ready", "draining"):
+    """What keeps a slot out; whether it serves or stands by, and what that costs; a next start that would miss."""
+    if gate is None:
+        return
+    if gate["state"] == "verifying" and gate["message"]:
+        yield gate["message"]
+    if gate["state"] not in ("ready", "draining"):
         return
     place = "drained" if gate["state"] == "draining" else "serves" if gate["active"] else "stands by"
     cost = gate["cost"] or {}
