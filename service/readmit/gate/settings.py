@@ -112,7 +112,7 @@ class GateSettings:
     readmit_after: int = 2
     hang_limit_s: float = 30.0
     busy_hang_limit_s: float = 300.0
-    start_limit_s: float = 1800.0
+    start_limit_s: float = 3600.0
     restart_hung: bool = True
     cure_wrong: bool = True
     first_byte_limit_s: float = 600.0
