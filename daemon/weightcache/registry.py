@@ -104,6 +104,7 @@ class Claim:
         return {
             "config": self.config.to_dict(),
             "pid": self.pid,
+            "device": self.device,
             "done": self.done,
             "total": self.total,
             "elapsed_s": round(time.monotonic() - self.since, 3),

@@ -378,7 +378,10 @@ class Server:
             "refused": dict(self.registry.refused),
             "generations": [generation.describe() for generation in self.registry.generations.values()],
             "claims": [claim.describe() for claim in self.registry.claims],
-            "losses": [{"generation": loss.generation, "detail": loss.detail} for loss in self.registry.losses],
+            "losses": [
+                {"generation": loss.generation, "device": loss.device, "detail": loss.detail}
+                for loss in self.registry.losses
+            ],
             "journal": {"spool_bytes": journal.spool_bytes(), "lost": journal.lost},
         }
 

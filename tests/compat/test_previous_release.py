@@ -21,11 +21,14 @@ from tests.compat.releases import (
     wait_for,
 )
 from tests.weightcache.models import config
+from tests.weightcache.publishing import attach, packed, publish, spoil
 
 from weightcache import messages
-from weightcache.errors import ConfigError
+from weightcache.errors import CacheMiss, ConfigError
+from weightcache.frames import close_all
 from weightcache.journal import Event
 from weightcache.keeper.control import ask
+from weightcache.manifest import read
 from weightcache.slo import Objectives
 from weightcache.telemetry.books import Books
 from weightcache.version import VERSION
@@ -135,6 +138,24 @@ def test_a_node_changes_its_release_under_engines_of_both(
         cache.close()
 
 
+def test_a_daemon_that_knows_no_gpus_has_one_copy_which_the_engine_on_another_turns_down(old: Path) -> None:
+    """It says what it would to an engine of its own time; where the weights are is in their manifest."""
+    cache = Installed(old)
+    try:
+        cache.start_keeper()
+        generation = publish(cache, spoil(packed(), arena="cuda_vmm", device="GPU-1"))
+        connection, given, descriptors = attach(cache, device="GPU-2")
+        assert given == generation
+        assert read(descriptors[0], given)[1].device == "GPU-1"
+        with pytest.raises(CacheMiss) as refused:
+            connection.ask(messages.Claim(config=config().to_dict(), device="GPU-2"), messages.Claimed)
+        assert refused.value.reason == "daemon_loading", "so that the engine keeps its weights to itself"
+        close_all(descriptors)
+        connection.close()
+    finally:
+        cache.close()
+
+
 def test_a_release_that_knows_no_gpus_goes_on_from_a_snapshot_that_names_them(old: Path) -> None:
     """Or a rollback would forget quarantines of pruned days, and find no start of an engine that would hit."""
     books, fields = Books(Objectives()), config().to_dict()
@@ -169,4 +190,5 @@ print(json.dumps([books.recollection.quarantined, books.forecast.asked]))
 
 if not has_history():  # there are the recordings; a history that ends too soon is an error that says so
     del test_a_node_changes_its_release_under_engines_of_both
+    del test_a_daemon_that_knows_no_gpus_has_one_copy_which_the_engine_on_another_turns_down
     del test_a_release_that_knows_no_gpus_goes_on_from_a_snapshot_that_names_them

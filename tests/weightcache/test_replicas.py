@@ -43,10 +43,17 @@ def test_each_has_its_copy_and_keeps_it_over_the_daemons_death(kept: KeptCache) 
     assert found(kept, THERE) == "device"
     there = publish(kept, copy_on(THERE))
     assert here != there
+    wait_for(lambda: kept.leases() == 0)
+    held = [attach(kept, device=device) for device in (HERE, THERE)]
     for _ in range(2):
         assert [found(kept, device) for device in (HERE, THERE, "GPU-3")] == [here, there, "device"]
         assert kept.ask(messages.Explain(config=config().to_dict(), device=THERE)).data["generation"] == there
         kept.kill_daemon()
+        wait_for(lambda: kept.leases() == 2, "each to have its one lease again")
+        assert {each["generation"]: len(each["leases"]) for each in kept.generations()} == {here: 1, there: 1}
+    for connection, _, descriptors in held:
+        close_all(descriptors)
+        connection.close()
 
 
 def test_one_that_loads_is_waited_for_on_its_own_gpu_alone(kept: KeptCache) -> None:
@@ -101,6 +108,7 @@ def test_two_that_start_from_nothing_each_load_and_the_death_of_one_is_its_own(k
     with client(hold_a_claim, kept.socket, THERE) as dying, publishing(kept, copy_on(HERE)) as (_, here):
         assert dying.hear() == "claimed"
         assert [found(kept, device) for device in (HERE, THERE)] == [here, "daemon_loading"]
+        assert [(each["pid"], each["device"]) for each in kept.status()["claims"]] == [(dying.process.pid, THERE)]
         dying.kill()
     wait_for(lambda: found(kept, THERE) == "device", "the claim to end with its process")
     there = publish(kept, copy_on(THERE))
@@ -120,3 +128,6 @@ def test_what_is_lost_on_one_gpu_is_lost_there(kept: KeptCache) -> None:
     again = publish(kept, copy_on(HERE))
     assert again not in (here, there)
     assert [found(kept, device) for device in (HERE, THERE)] == [again, "residency_lost"]
+    kept.kill_daemon()
+    assert [found(kept, device) for device in (HERE, THERE)] == [again, "residency_lost"], "one GPU never came back"
+    assert kept.status()["losses"] == [{"generation": there, "device": THERE, "detail": "keeper_lost"}]

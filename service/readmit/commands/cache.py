@@ -72,9 +72,10 @@ def status(socket: Socket = None, config: ConfigOption = None, as_json: Json = F
         console.print(_generation(each))
     for claim in facts["claims"]:
         done = f"{_mib(claim['done'])} of {_mib(claim['total'])}"
-        console.print(f"pid {claim['pid']} is loading {claim['config']['model_path']}: {done}, {claim['elapsed_s']} s")
+        what = claim["config"]["model_path"] + _on(claim)
+        console.print(f"pid {claim['pid']} is loading {what}: {done}, {claim['elapsed_s']} s")
     for loss in facts["losses"]:
-        console.print(f"generation {loss['generation']} was lost: {loss['detail']}")
+        console.print(f"generation {loss['generation']}{_on(loss)} was lost: {loss['detail']}")
     if facts["journal"]["spool_bytes"] or facts["journal"]["lost"]:
         console.print(f"the journal is degraded: {facts['journal']}")
 
@@ -187,6 +188,11 @@ def told(miss: dict[str, Any]) -> str:
     """Why an engine would miss. Where every difference is shown with it, it need not say how to see them."""
     message = miss["message"].removesuffix(f" {miss['remedy']}.") if miss["differences"] else miss["message"]
     return f"miss, reason {miss['reason']}: {message}"
+
+
+def _on(each: dict[str, Any]) -> str:
+    """Of replicas: which; a daemon of an earlier release does not say it."""
+    return f" on {each['device']}" if each.get("device") else ""
 
 
 def _differences(differences: list[dict[str, Any]]) -> Table:
