@@ -48,4 +48,4 @@ class Asked:
 
 
 def _sizes(fields: Fields) -> tuple[object, ...]:
-    return tuple(fields.get(name) for name in ("tp_size", "pp_size", "ep_size"))
+    return tuple(fields.get(name) for name in ("tp_size", "pp_size", "dp_size", "ep_size"))

@@ -93,8 +93,9 @@ def test_one_rank_that_would_miss_is_enough() -> None:
     assert would().would_hit
 
 
-def test_ranks_of_another_parallelism_are_forgotten() -> None:
-    wide = [lookup(changed(config(), tp_size=2, tp_rank=rank), rank=rank) for rank in range(2)]
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_size": 2}])
+def test_ranks_of_another_parallelism_are_forgotten(sizes: dict[str, int]) -> None:
+    wide = [lookup(changed(config(), **sizes), rank=rank) for rank in range(2)]
     would = Foresight(*wide, lookup(config()))
     resident(would.registry, config())
     assert would().would_hit
