@@ -309,8 +309,18 @@ class Server:
         session.claim = self.registry.claim(request.config, session.channel.peer.pid, request.device)
         session.claim.total = request.bytes
         stale = self.registry.stale(session.claim) if request.replace else []
+        if stale and not self._could_fit(request.bytes):
+            stale = [generation for generation in stale if generation.quarantined]
         await self._until_kept([self.residency.release(generation.name, "replaced") for generation in stale])
         return messages.Claimed(released=[generation.name for generation in stale])
+
+    def _could_fit(self, size: int) -> bool:
+        """Whether room for it can be made; what will not fit is no reason to give up what serves meanwhile."""
+        try:
+            self.registry.make_room(size)
+        except ResourceError:
+            return False
+        return True
 
     async def _publish(self, session: Session, descriptors: list[int]) -> messages.Published:
         if session.claim is None or session.context is None:

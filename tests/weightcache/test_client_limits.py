@@ -65,6 +65,15 @@ def test_without_room_in_the_cache_weights_stay_private(cache: Cache) -> None:
     assert (failed[1].attributes["reason"], failed[1].attributes["detail"]) == ("resource", "capacity")
 
 
+def test_what_cannot_fit_replaces_nothing(cache: Cache) -> None:
+    cache.start("--capacity", "1MiB")
+    old = publish(cache, packed(config(revision="old")))
+    wait_for(lambda: cache.leases() == 0)
+    _, outcome = load(cache, load_bytes=2 << 20)
+    assert outcome.reason == "fingerprint"
+    assert old in [each["generation"] for each in cache.generations()]
+
+
 def test_out_of_descriptors_is_a_lack_and_not_a_crash(served: Cache) -> None:
     publish(served, packed())
     model = skeleton()
