@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo model test fuzz observability soak test-engines lint venv system clean
+.PHONY: help demo model test fuzz observability soak chaos test-engines lint venv system clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,6 +28,7 @@ help:
 	@echo "make observability             every query, rule and alert against a real Prometheus and SQL; SABOTAGE=hit_miss|units|labels fails"
 	@echo "make fuzz [ARGS=...]           200,000 frames and 100,000 manifests that are damaged, made up or hostile"
 	@echo "make soak [ARGS=...]           30 minutes of traffic on a node that loses an engine every 20 s: does it stay as small?"
+	@echo "make chaos [ARGS=...]          10 minutes of random faults under traffic, two and three at once: do the promises hold?"
 	@echo "make lint | model | venv | clean"
 
 demo: model
@@ -51,6 +52,9 @@ fuzz: $(VENV)/.installed-test
 
 soak: model
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+chaos: model
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -30,10 +30,11 @@ class Node:
         folder: short enough for sockets below it.
         children: who its keeper belongs to.
         hang_s: how long an engine may be silent. Short ones take a busy machine for a hanging engine.
+        heals: have engines that hang or answer wrongly restarted; otherwise whoever broke them ends them.
     """
 
-    def __init__(self, folder: Path, children: Children, hang_s: float = HANG_S) -> None:
-        self._hang_s = hang_s
+    def __init__(self, folder: Path, children: Children, hang_s: float = HANG_S, *, heals: bool = False) -> None:
+        self._hang_s, self._heals = hang_s, heals
         self.runtime, self.state = folder / "run", folder / "state"
         self.model = demo_model.prepare()
         gate, metrics, *engines = free_ports(4)
@@ -41,10 +42,10 @@ class Node:
         self.engines = dict(zip("ab", (f"http://127.0.0.1:{port}" for port in engines), strict=True))
         probes = folder / "probes.json"
         ProbeSet(self.model.name, (Probe("capital", PROMPT, 1, Expectation(text=RIGHT)),)).save(probes)
-        config = folder / "readmit.toml"
-        config.write_text(self._config(gate, metrics, probes))
+        self.config = folder / "readmit.toml"
+        self.config.write_text(self._config(gate, metrics, probes))
         self._journal_path = self.state / "journal.sqlite3"
-        self.keeper = children.python("-m", "readmit.cli", "up", str(config))
+        self.keeper = children.python("-m", "readmit.cli", "up", str(self.config))
 
     def _config(self, gate: int, metrics: int, probes: Path) -> str:
         lines = [
@@ -61,8 +62,8 @@ class Node:
             f"hang_limit_s = {self._hang_s}",
             f"busy_hang_limit_s = {self._hang_s}",
             "drain_notice_s = 0",
-            "restart_hung = false",  # the benchmark ends what it has broken
-            "cure_wrong = false",
+            f"restart_hung = {json.dumps(self._heals)}",
+            f"cure_wrong = {json.dumps(self._heals)}",
         ]
         for name, url in self.engines.items():
             module = "gate_parts.engine"
