@@ -12,7 +12,7 @@ import typer
 
 from readmit.commands import Json, application, tell, user
 from readmit.config import DEFAULT_FILE, load
-from readmit.gate.operator import order
+from readmit.gate.operator import SOCKET, order
 from readmit.node import renewed_spec, spec_in_place
 from readmit.recovered import LIMIT_S, check_asked, wait
 from readmit.where import ConfigOption, Where
@@ -31,6 +31,8 @@ PLANNED: Final = ("upgrade", "config_change")
 """Causes for which nobody is in a hurry: requests go to another slot first, if one is ready."""
 DRAIN_LIMIT_S: Final = 60.0
 """How long requests of an engine that is to be restarted may take to end."""
+GATE_LIMIT_S: Final = 60.0
+"""How long a gate that is killed meanwhile may take to come back: a slot must not stay drained."""
 ANSWER_S: Final = 60.0
 """For the answer itself, on a machine that has much else to do."""
 _LOOK_S: Final = 0.05
@@ -102,19 +104,25 @@ def _aside(where: Where, slot: str) -> Iterator[bool]:
     """Send a slot's requests elsewhere for the block, and let those under way end; whether another slot takes them."""
     path, by = f"/api/slots/{slot}/drain", {"user": user()}
     try:
-        facts = order(where.runtime_dir, "POST", path, {**by, "force": False})
-    except ConfigError:  # no gate here, or no other slot: then requests wait, or are told to
-        yield False
-        return
+        facts: dict[str, Any] | None = order(where.runtime_dir, "POST", path, {**by, "force": False})
+    except ConfigError as error:
+        if error.reason == "gate_refused" or not (where.runtime_dir / SOCKET).exists():
+            yield False  # no other slot is ready, or there is no gate: then requests wait, or are told to
+            return
+        facts = None  # it was killed just now, perhaps with the order in its journal
     try:
         deadline = time.monotonic() + DRAIN_LIMIT_S
-        while facts["in_flight"] and time.monotonic() < deadline:
+        while facts is not None and facts["in_flight"] and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-            slots = order(where.runtime_dir, "GET", "/api/status")["slots"]
+            slots = order(where.runtime_dir, "GET", "/api/status", patience_s=GATE_LIMIT_S)["slots"]
             facts = next(it for it in slots if it["slot"] == slot)
-        yield True
+        yield facts is not None
     finally:
-        order(where.runtime_dir, "DELETE", path, by)
+        try:
+            order(where.runtime_dir, "DELETE", path, by, patience_s=GATE_LIMIT_S)
+        except ConfigError as error:
+            if facts is not None and error.reason != "gate_refused":  # it is not drained, by somebody else's order
+                raise
 
 
 def reexec(where: Where, config: Path | None) -> str:

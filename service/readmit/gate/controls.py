@@ -44,7 +44,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
 
     @router.post("/override")
     async def begin_override(request: Request) -> Response:
-        order = await _order(request, access, OverrideOrder)
+        order = await _order(request, gate, access, OverrideOrder)
         if isinstance(order, Problem):
             return answer(order, request)
         override = gate.begin_override(order.reason, order.user, order.ttl_s)
@@ -53,7 +53,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
 
     @router.delete("/override")
     async def end_override(request: Request) -> Response:
-        order = await _order(request, access, LiftOrder)
+        order = await _order(request, gate, access, LiftOrder)
         if isinstance(order, Problem):
             return answer(order, request)
         if gate.overrides.current is None:
@@ -64,7 +64,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
 
     @router.post("/slots/{name}/drain")
     async def drain(request: Request, name: str) -> Response:
-        order = await _order(request, access, DrainOrder)
+        order = await _order(request, gate, access, DrainOrder)
         if isinstance(order, Problem):
             return answer(order, request)
         if (problem := gate.withdraw(name, order.user, force=order.force)) is not None:
@@ -74,7 +74,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
 
     @router.delete("/slots/{name}/drain")
     async def undrain(request: Request, name: str) -> Response:
-        order = await _order(request, access, DrainOrder)
+        order = await _order(request, gate, access, DrainOrder)
         if isinstance(order, Problem):
             return answer(order, request)
         if (problem := gate.readmit(name, order.user)) is not None:
@@ -85,7 +85,7 @@ def routes(gate: Gate, access: Access) -> APIRouter:
     return router
 
 
-async def _order(request: Request, access: Access, kind: type[T]) -> T | Problem:
+async def _order(request: Request, gate: Gate, access: Access, kind: type[T]) -> T | Problem:
     """What is ordered, or why this is no order."""
     if not access.may_order(request.scope):
         detail = "Orders come from the gate's own machine (readmit gate override, readmit drain), or with its token."
@@ -93,6 +93,8 @@ async def _order(request: Request, access: Access, kind: type[T]) -> T | Problem
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         # A page of another site can make a browser post forms and text with its user's password, but not JSON.
         return Problem(415, "not-json", "An order is sent as application/json.")
+    if not gate.remembers:
+        return Problem(503, "starting", "This gate has only just been started, and reads what was ordered before.", 1)
     try:
         return msgspec.json.decode(await request.body(), type=kind)
     except msgspec.MsgspecError as error:

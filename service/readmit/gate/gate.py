@@ -100,6 +100,8 @@ class Gate:
         """Not ready any more, for whoever asks; requests still pass."""
         self.refusing = False
         """Requests do not pass any more."""
+        self.remembers = False
+        """What operators had ordered before it began is in force: orders may be given."""
         self.was_ready = False
         """Whether some slot has been ready since the gate started."""
         self.last_request_ns: int | None = None
@@ -265,7 +267,9 @@ class Gate:
         watch = self.watches.get(name)
         if watch is None:
             return self._no_such(name)
-        if not watch.withdrawn or self.draining:
+        if self.draining:
+            return Problem(503, "draining", "This gate is shutting down.", 1)
+        if not watch.withdrawn:
             return Problem(409, "not-drained", f"Slot {name} is not drained.")
         log.warning("slot %s is taken back by %s", name, user, extra={"slot": name})
         watch.readmit()
@@ -341,6 +345,7 @@ class Gate:
         for slot in self.chronicle.drained:
             self.watches[slot].withdraw()
         self.overrides.resume()
+        self.remembers = True
 
     async def _look(self) -> None:
         told: str | None = None

@@ -3,6 +3,8 @@
 import http.client
 import json
 import socket
+import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +13,9 @@ from weightcache.errors import ConfigError
 SOCKET: Final = "gate.sock"
 """In the runtime folder."""
 _LIMIT_S: Final = 10.0
+_LOOK_S: Final = 0.1
+_CHANGE_S: Final = 5.0
+"""For one gate to follow another."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -26,12 +31,36 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def order(runtime_dir: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def order(
+    runtime_dir: Path, method: str, path: str, body: dict[str, Any] | None = None, *, patience_s: float = 0.0
+) -> dict[str, Any]:
     """Send one order, or ask; returns the answer.
+
+    Args:
+        runtime_dir: where the gate's socket is.
+        method: of HTTP.
+        path: of the order.
+        body: its facts.
+        patience_s: how long to try again where none answers; one that says that it has only just begun, or is just
+            ending, is asked again in any case.
 
     Raises:
         ConfigError: ``no_gate``: none answers here; ``gate_refused``, with its reason.
     """
+    began = time.monotonic()
+    while True:
+        try:
+            return _ordered(runtime_dir, method, path, body)
+        except ConfigError as error:
+            limit_s = patience_s if error.reason == "no_gate" else 0.0
+            if error.data.get("status") == HTTPStatus.SERVICE_UNAVAILABLE:
+                limit_s = max(patience_s, _CHANGE_S)
+            if time.monotonic() - began >= limit_s:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def _ordered(runtime_dir: Path, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     connection = _Connection(runtime_dir / SOCKET)
     try:
         content = None if body is None else json.dumps(body)

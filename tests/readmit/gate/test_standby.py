@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -178,7 +179,25 @@ def test_a_planned_restart_costs_no_request(pair: Node, cause: str) -> None:
     assert set(all_) == {(200, RIGHT)}
     assert pair.child(before)["pid"] != pid
     assert pair.status()["serving"] == other
-    assert pair.slot(before)["state"] == "ready", "it is drained no more"
+    pair.until_state(before, "ready")  # drained no more
     recovery = next(it for it in reversed(pair.replay().episodes) if it.slot == before)
     assert (recovery.cause, recovery.outcome, recovery.path) == (cause, "ready", "hit")
     assert len(standbys(pair)) == known, "nothing had failed"
+
+
+def test_a_gate_that_is_killed_during_a_planned_restart_leaves_no_slot_drained(pair: Node) -> None:
+    for slot in ("a", "b"):
+        pair.until_state(slot, "ready")
+    before = pair.status()["serving"]
+    pid, story = pair.child(before)["pid"], {**ASK, "prompt": "Once upon a time", "max_tokens": 400, "stream": True}
+    with ThreadPoolExecutor(1) as operators:
+        with httpx.stream("POST", f"{pair.gate_url}/v1/completions", json=story, timeout=60) as answer:
+            next(answer.iter_text())
+            restart = operators.submit(pair.readmit, "restart", before, "--cause", "upgrade")
+            pair.until_state(before, "draining")
+            os.kill(pair.child("gate")["pid"], signal.SIGKILL)
+        assert restart.result(90).returncode == 0, restart.result().stderr
+    assert pair.child(before)["pid"] != pid
+    pair.until_ready()
+    pair.until_state(before, "ready")
+    until(lambda: not pair.replay().open_episodes, "the recovery to be over")
