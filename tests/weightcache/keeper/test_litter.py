@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ from weightcache.keeper.__main__ import main
 keeper.TICK_S = 1e6
 sys.exit(main(sys.argv[1:]))
 """
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's: its path has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="litter-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -148,9 +156,9 @@ def test_what_nobody_noted_stays(names: list[Path]) -> None:
     assert names[0].exists()
 
 
-def test_a_socket_of_the_dead_is_removed_and_no_other(tmp_path: Path) -> None:
-    ours, theirs, unnoted = (tmp_path / str(uuid4()) for _ in range(3))
-    named = tmp_path / "api.sock"
+def test_a_socket_of_the_dead_is_removed_and_no_other(short: Path) -> None:
+    ours, theirs, unnoted = (short / str(uuid4()) for _ in range(3))
+    named = short / "api.sock"
     litter = Litter()
     binder, other, strange = bind(ours), bind(theirs), bind(named)
     for holder in (binder, strange):
@@ -159,12 +167,12 @@ def test_a_socket_of_the_dead_is_removed_and_no_other(tmp_path: Path) -> None:
     for holder in (binder, strange):
         end(holder)
     assert litter.clear() == [str(ours)]
-    assert sorted(tmp_path.iterdir()) == sorted([theirs, unnoted, named])
+    assert sorted(short.iterdir()) == sorted([theirs, unnoted, named])
     end(other)
 
 
-def test_a_socket_that_somebody_else_has_as_well_stays(tmp_path: Path) -> None:
-    path = tmp_path / str(uuid4())
+def test_a_socket_that_somebody_else_has_as_well_stays(short: Path) -> None:
+    path = short / str(uuid4())
     litter = Litter()
     binder = bind(path)
     litter.note(binder.pid)
@@ -181,13 +189,13 @@ def test_a_socket_that_somebody_else_has_as_well_stays(tmp_path: Path) -> None:
         os.close(taken)
 
 
-def test_another_socket_of_the_same_name_stays(tmp_path: Path) -> None:
-    path = tmp_path / str(uuid4())
+def test_another_socket_of_the_same_name_stays(short: Path) -> None:
+    path = short / str(uuid4())
     litter = Litter()
     binder = bind(path)
     litter.note(binder.pid)
     end(binder)
-    path.rename(tmp_path / "first")  # keeps the inode from being given to the next file
+    path.rename(short / "first")  # keeps the inode from being given to the next file
     end(bind(path))
     assert litter.clear() == []
     assert path.is_socket()
