@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from gpu_parts import models, roles
+from gpu_parts.expect import expect
 from gpu_parts.machine import describe_machine
 from gpu_parts.node import Node
 from gpu_parts.processes import Talk, call, gpu_memory
@@ -122,11 +123,6 @@ def _attach_both(_: Talk, shape: models.Shape) -> dict[str, Any]:
 def _attach_alone(talk: Talk, shape: models.Shape, uuid: str) -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid
     return roles.attach(talk, shape, FIRST, "check")
-
-
-def expect(found: object, expected: object) -> None:
-    if found != expected:
-        raise AssertionError(f"expected {expected!r}, found {found!r}")
 
 
 STEPS = [name for name, step in vars(Replicas).items() if callable(step) and not name.startswith("_")]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_parts import models, roles
+from gpu_parts.expect import expect
 from gpu_parts.machine import describe_machine
 from gpu_parts.node import Node
 from gpu_parts.processes import Process, call, used_bytes
@@ -252,11 +253,6 @@ class Survival:
 
 class NeedsGpuError(Exception):
     """The case means nothing in host memory."""
-
-
-def expect(found: object, expected: object) -> None:
-    if found != expected:
-        raise AssertionError(f"expected {expected!r}, found {found!r}")
 
 
 CASES = [

@@ -88,10 +88,15 @@ class Attachment:
         self.outcome = Outcome(path="off" if mode == "off" else "miss", mode=mode)
         self.connection: Connection | None = None
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU will compute with the weights."""
+        return self.config.device_capability is not None
+
     @functools.cached_property
     def gpu(self) -> str | None:
         """UUID of the GPU that will compute with the weights; None on the CPU."""
-        if self.config.device_capability is None:
+        if not self.on_gpu:
             return None
         from weightcache import device
 
@@ -156,7 +161,7 @@ class Attachment:
 
     def _prepare(self) -> None:
         """What a GPU's first mapping needs besides the weights."""
-        if self.config.device_capability is not None:
+        if self.on_gpu:
             from weightcache.arena.cuda_vmm import prepare
 
             with self.journal.phase("load_weights.map"):  # half a second where the engine has no CUDA context yet

@@ -235,7 +235,7 @@ class _Recovery:
             self.outcome.private_because = str(refused) if refused else None
         self._require_memory(miss)
         self._count_miss(miss, policy)
-        if claimed and not self._on_gpu and self._available().bytes < 2 * self.load_bytes:
+        if claimed and not self.attachment.on_gpu and self._available().bytes < 2 * self.load_bytes:
             self.outcome.private_because = "publishing would need memory for a second copy while it copies"
             claimed = False
         if not claimed:
@@ -297,12 +297,8 @@ class _Recovery:
         self._count_miss(short, "fail")
         raise short from miss
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.attachment.config.device_capability is not None
-
     def _require_export(self, *, prove: bool) -> None:
-        if self._on_gpu:
+        if self.attachment.on_gpu:
             from weightcache.arena.cuda_vmm import require_export
 
             require_export(self.attachment.device, prove=prove)
@@ -317,14 +313,14 @@ class _Recovery:
 
     def _loading(self, claimed: bool) -> contextlib.AbstractContextManager[None]:
         """What a load happens in whose weights will move to an arena."""
-        if not claimed or not self._on_gpu:
+        if not claimed or not self.attachment.on_gpu:
             return contextlib.nullcontext()
         from weightcache.arena.cuda_segments import growing
 
         return growing()
 
     def _available(self) -> memory.Available:
-        if self._on_gpu:
+        if self.attachment.on_gpu:
             from weightcache import device
 
             return device.available(self.attachment.device)
